@@ -180,7 +180,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
     def state_dict(self) -> dict[str, Any]:
         """The position in the epoch after the last batch delivered; a few integers, for `load_state_dict`."""
         state: Any = {"epoch": self.epoch, "num_batches": self._num_done, "num_bad_samples": self._num_bad}
-        state |= self._identity | {"num_left": len(self) - self._num_done}
+        state |= self._identity | {"num_left": len(self) - self._num_done, "num_before": self._num_before}
         if self._place is not None:
             state["plan"] = self._place
         if hasattr(self.scheduler, "state_dict"):
@@ -211,12 +211,14 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
                 "cannot resume: the vocabulary differs, so token ids would stand for other words; use the tokenizer "
                 "saved with that run: its folder tokenizer/, put back if it is gone, or named as the tokenizer here"
             )
-        here = getattr(self.scheduler, "world_size", 1)
+        here, sizes = getattr(self.scheduler, "world_size", 1), self._loader.sizes
+        others = any(ranks != here for ranks, _ in (place or {}).get("taken", ()))
         rest, num_before = None, 0
         if "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])  # type: ignore[attr-defined]
-        elif place is not None and any(num and ranks != here for ranks, num in place.get("taken", ())):
-            rest, num_before = self.scheduler.resume(self._loader.sizes, place), num_batches
+        elif place is not None and is_same["rows"] and (others or state.get("num_before")):
+            num_before, whole = num_batches, self.scheduler.plan(sizes, epoch=state["epoch"])
+            rest = self.scheduler.resume(sizes, place) if state.get("num_left", 1) else whole.skip(len(whole))
         self._begin(state["epoch"], rest, num_before)
         if place is not None and state.get("num_left", len(self) - num_batches) > 0:
             if not is_same["rows"]:
@@ -276,9 +278,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
                             "it this rank would be a step behind the others; mend or remove the files"
                         )
                 self._report_stages(min_s=0)
-        except GeneratorExit:  # the iteration was abandoned; workers may stay for another epoch
-            raise
-        except BaseException:
+        except (Exception, KeyboardInterrupt):  # an abandoned iteration leaves the workers for another
             self._backend.close()
             raise
 
@@ -301,7 +301,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
     def _requests(self) -> Iterator[BatchRequest]:
         """The batches that are left of the epoch, drawn from the plan one by one."""
         if not self._goes_on:
-            self._num_done, self._num_bad, self._place = self._num_before, 0, None
+            self._begin(self.epoch, None if self._num_before else self.plan)
         self._goes_on, self.bad_samples = False, []
         batches: Any = iter(self.plan)
         number, epoch = self._num_done, self.epoch

@@ -74,6 +74,26 @@ def test_a_resumed_epoch_can_be_resumed_and_is_followed_by_the_next(dataset) -> 
     assert_same(list(loader), list(reference))
 
 
+@pytest.mark.parametrize("num_left", [0, 4])
+def test_on_other_ranks_len_is_what_was_done_and_what_is_left(dataset, monkeypatch, num_left: int) -> None:
+    """Also after a second resume; the next iteration is a whole epoch, not again what was left of the first."""
+
+    def loader(world_size: int):
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        return make_loader(dataset, scheduler=make_scheduler("random", batch_size=8, world_size=world_size))
+
+    first = loader(1)
+    num_done = len(list(islice(first, len(first) - num_left)))
+    second = loader(2)
+    second.load_state_dict(saved(first.state_dict()))
+    assert len(second) == num_done + num_left // 2
+    list(islice(second, num_left // 2))
+    third = loader(2)
+    third.load_state_dict(saved(second.state_dict()))
+    assert (len(third), len(list(third))) == (len(second), 0)
+    assert len(list(third)) == len(third) == len(loader(2))
+
+
 @pytest.mark.serial
 def test_no_image_is_read_again_for_a_resume(dataset) -> None:
     first = make_loader(dataset)
