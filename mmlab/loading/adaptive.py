@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 
 from mmlab.data.complexity import image_complexity
 from mmlab.data.dataset import MultimodalDataset
-from mmlab.errors import OptionError, check_name, check_numbers
+from mmlab.errors import OptionError, check_is, check_name, check_numbers
 from mmlab.loading.loader import PlannedLoader
 from mmlab.schedule.base import Scheduler
 from mmlab.schedule.classic import Random
 from mmlab.schedule.mixing import Weighted
 
-MODES = ("sampling", "loss")
 _IMAGE_PART, _TEXT_PART = 0.3, 0.7  # of the difficulty
 _UNIFORM_SHARE = 0.1  # of the mean weight, given to every sample: so no correction exceeds 10
 
@@ -72,7 +71,7 @@ class AdaptiveDataLoader(PlannedLoader):
         progress: bool = True,
         **options: Any,
     ) -> None:
-        check_name("mode", mode, MODES)
+        check_name("mode", mode, ("sampling", "loss"))
         if not shuffle and scheduler is None:
             raise OptionError("batches come at random; for a fixed order give scheduler=BatchScheduler()")
         check_numbers({"batch_size": batch_size})
@@ -86,6 +85,7 @@ class AdaptiveDataLoader(PlannedLoader):
         if mode == "loss" or correct:
             self.weights = self.difficulty if mode == "loss" else 1 / self.difficulty
         if mode == "sampling":
+            check_is("scheduler", inner, Scheduler, "a scheduler, as make_scheduler() gives")
             shared = {"seed": seed, "world_size": inner.world_size}
             inner = Weighted(weights=self.difficulty, num_samples=num_samples, inner=inner, **shared)
         super().__init__(dataset, inner, **options)
@@ -103,7 +103,8 @@ class AdaptiveDataLoader(PlannedLoader):
             where all samples count alike (Kish: (sum of counts)^2 / sum of squared counts / samples);
             `mean_num_tokens` of the texts, and the same as the epoch counts them, `counted_num_tokens`.
         """
-        times = self.plan.times_drawn
+        # a plan that follows memory use has each sample once
+        times = getattr(self.plan, "times_drawn", np.ones(len(self.difficulty)))
         counted = times * (1.0 if self.weights is None else self.weights)
         num_tokens = self.dataset.records.num_tokens
         found = {

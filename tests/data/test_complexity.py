@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -78,10 +79,13 @@ def test_a_record_without_image_has_none(pictures: Records, tmp_path: Path) -> N
     assert np.isnan(image_complexity(records)).tolist() == [False, True]
 
 
-def test_an_image_that_is_cut_off_is_named(pictures: Records) -> None:
+def test_an_image_that_is_cut_off_is_named(pictures: Records, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(str(pictures.image_paths[2]))
     path.write_bytes(path.read_bytes()[:300])
     with pytest.raises(DataError, match=r"40\.png: cannot be decoded"):
+        image_complexity(pictures)
+    monkeypatch.setattr(complexity, "to_rgb", Mock(side_effect=RuntimeError("damaged")))  # as AVIF's decoder
+    with pytest.raises(DataError, match="cannot be decoded: damaged"):
         image_complexity(pictures)
 
 

@@ -17,6 +17,7 @@ from mmlab.errors import OptionError
 from mmlab.loading.adaptive import AdaptiveDataLoader, difficulty
 from mmlab.model.huggingface import LossModel
 from mmlab.model.presets import build_model
+from mmlab.pricing.resource_aware import ResourceAwareScheduler
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive, Matching
@@ -125,6 +126,8 @@ def test_the_report_states_the_effect(dataset) -> None:
     assert by_draw["counted_num_tokens"] == pytest.approx(by_loss["counted_num_tokens"], rel=0.05)
     assert abs(corrected["counted_num_tokens"] / corrected["mean_num_tokens"] - 1) < 0.05
     assert by_draw["effective_ratio"] < by_loss["effective_ratio"] < 1
+    follows = ResourceAwareScheduler(1, planner=make_scheduler("random"), policy="halving")
+    assert in_process(dataset, mode="loss", scheduler=follows).report() == by_loss
 
 
 @pytest.mark.parametrize(
@@ -134,6 +137,7 @@ def test_the_report_states_the_effect(dataset) -> None:
         ({"batch_size": 8, "scheduler": make_scheduler("random")}, "not both"),
         ({"mode": "loss", "correct": True}, "need mode='sampling'"),
         ({"num_samples": 0}, "num_samples must be at least 1"),
+        ({"scheduler": "bucket"}, r"scheduler must be a scheduler, as make_scheduler\(\) gives"),
     ],
 )
 def test_impossible_options_are_named(dataset, options, message) -> None:
