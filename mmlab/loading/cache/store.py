@@ -87,7 +87,8 @@ class SampleCache:
         except OSError:
             pass  # no image, or no disk: decoding the sample raises a better error
         if pixels is None and source is not None:
-            self._missed[row] = source  # read before decoding: the file may change meanwhile
+            # read before decoding, by each thread for itself: the file may change meanwhile
+            self._missed[row, threading.get_ident()] = source
         self._count("num_misses" if pixels is None else "num_hits")
         return pixels
 
@@ -103,7 +104,7 @@ class SampleCache:
         A disk that is full or fails ends all writing of this process, with one warning.
         """
         file, slot = self._open(), int(self.key.slots[row])
-        source = self._missed.pop(row, None) or self.key.source(row)
+        source = self._missed.pop((row, threading.get_ident()), None) or self.key.source(row)
         shape = (3, *self.key.shapes[slot].tolist())
         if file is None or self.problem or slot >= file.num_kept or pixels.shape != shape:
             self._count("num_left_out")
@@ -134,7 +135,8 @@ class SampleCache:
 
     def _start(self) -> None:
         self._pid, self._lock, self._counts = os.getpid(), threading.Lock(), Counter[str]()
-        self._missed: dict[int, bytes] = {}  # row -> source of the image that is being decoded
+        # of a row and the thread that decodes its image: the image's source
+        self._missed: dict[tuple[int, int], bytes] = {}
         self._opened = self._layout = None
         self.problem = ""  # why this process writes nothing more
 
