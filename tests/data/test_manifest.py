@@ -122,10 +122,12 @@ def test_rows_that_name_one_image_share_its_group_however_they_spell_it(folder):
 
 def test_line_numbers_count_lines_of_the_file(folder):
     folder.image("a.jpg")
-    path = folder.text("data.csv", 'image,text\na.jpg,"two\nlines"\n\na.jpg,fine\ngone.jpg,"x"\na.jpg\n')
-    with pytest.raises(DataError) as error:
-        read_records(path)
-    assert [row.row for row in error.value.bad_rows] == ["line 6", "line 7"]
+    text = 'image,text\na.jpg,"two\nlines"\n\na.jpg,fine\ngone.jpg,"x"\na.jpg\n'
+    for blank in ("", "\n \n"):  # lines before the header
+        with pytest.raises(DataError) as error:
+            read_records(folder.text("data.csv", blank + text))
+        first = 6 + blank.count("\n")
+        assert [row.row for row in error.value.bad_rows] == [f"line {first}", f"line {first + 1}"]
     assert "expected 2 fields as in the header, found 1" in str(error.value)
 
 

@@ -219,12 +219,12 @@ def _split(header: str, delimiter: str) -> list[str]:
 
 
 def _delimited(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    delimiter = sniff_delimiter(_header_line(text))
+    delimiter = sniff_delimiter(_header_line(text.lstrip()))
     lines = csv.reader(
         io.StringIO(text, newline=""), delimiter=delimiter, strict=True, skipinitialspace=delimiter != "\t"
     )
     try:
-        header = next(lines, [])
+        header = next((names for names in lines if any(map(str.strip, names))), [])  # after blank lines
         while len(header) > 1 and not header[-1].strip():  # as spreadsheets write columns that were emptied
             header.pop()
         if repeated := sorted({repr(name) for name in header if header.count(name) > 1}):
