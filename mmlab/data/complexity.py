@@ -43,8 +43,7 @@ def image_complexity(records: Records, *, progress: bool = True) -> NDArray[np.f
     for path, outcome in measured.items():
         if isinstance(outcome, str):
             raise DataError(f"{path}: {outcome}; repair or remove the file, then read the records again")
-    found = [np.nan if path is None else measured[path][0] for path in records.image_paths]
-    return np.array(found, np.float64)
+    return np.array([np.nan if path is None else measured[path][0] for path in records.image_paths])
 
 
 def gradient_entropy(grey: NDArray[np.uint8]) -> float:

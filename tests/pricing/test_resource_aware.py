@@ -415,6 +415,8 @@ def test_the_article_s_rule_halves_and_doubles_by_the_peaks_of_an_epoch():
         assert max(map(len, plan)) == expected
     scheduler.observe(step(peak=2**30))
     assert [scheduler.adjust_batch_size(size) for size in (1, 2, 33)] == [1, 1, 16]
+    scheduler.observe({"num_out_of_memory": 1, "predicted_bytes": 9})
+    assert scheduler.value == 32
 
 
 def test_the_article_s_own_call_reads_the_system():
