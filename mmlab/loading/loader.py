@@ -278,7 +278,9 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
                             "it this rank would be a step behind the others; mend or remove the files"
                         )
                 self._report_stages(min_s=0)
-        except (Exception, KeyboardInterrupt):  # an abandoned iteration leaves the workers for another
+        except GeneratorExit:  # the iteration was abandoned; workers may stay for another epoch
+            raise
+        except BaseException:
             self._backend.close()
             raise
 

@@ -212,8 +212,8 @@ class Halving(MemoryPolicy):
     def observe(self, values: Values) -> Wish:
         self._num_steps += 1
         self._peak_bytes = max(self._peak_bytes, _peak(values) or 0)
-        is_present = values.get("num_samples", 0) <= self.value * values.get("num_batches", 1)
-        if values.get("num_out_of_memory") and is_present:
+        is_of_now = values.get("num_samples", 0) <= self.value * values.get("num_batches", 1)
+        if values.get("num_out_of_memory") and is_of_now:
             self._peak_bytes = 0.0
             return max(1, self.value // 2), "ran out of memory"
         return self.value, "ran out of memory on a batch from before the last decision"
