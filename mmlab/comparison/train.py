@@ -293,7 +293,9 @@ class _Training:
             raise
         except Exception as error:
             watch = current_watch()
-            if watch is None or not (broke_off(error) or isinstance(error, CollectiveFailed)):
+            # of a rank that failed inside an exchange: its own problem, unless another broke off the exchange
+            cause = error.__cause__ if isinstance(error, CollectiveFailed) else error
+            if watch is None or cause is None or not broke_off(cause):
                 raise
             raise watch.explained(error) from error  # says which rank failed and broke off the exchange
         if not left:

@@ -84,8 +84,8 @@ class FSDPStrategy(ReduceStrategy):
 
     def drain_reduction(self, problem: Exception | None) -> None:
         raise CollectiveFailed(
-            f"rank {self.rank} failed where the ranks gather weights from each other: {problem}; resume from the "
-            "last checkpoint, with smaller batches if memory ran out"
+            f"rank {self.rank} failed where the ranks gather weights from each other: {problem or 'memory ran out'}; resume "
+            "from the last checkpoint, with smaller batches if memory ran out"
         )
 
     def apply_extra_stats(self, sums: Sequence[float]) -> None:

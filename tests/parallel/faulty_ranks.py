@@ -9,10 +9,11 @@ from pathlib import Path
 from types import FrameType
 
 from mmlab.cli.main import main
+from mmlab.model.fusion_model import FusionModel
 from mmlab.parallel.branch import BranchStrategy
 from mmlab.pricing.virtual_device import VirtualDevice
 
-WAYS = ("stopped", "stuck", "memory", "disk", "branch", "sharing")
+WAYS = ("stopped", "stuck", "memory", "disk", "branch", "sharing", "sharded")
 HANGING = ("stopped", "stuck", "branch", "sharing")  # rank 1 does not end by itself
 TIMEOUT_S = 5
 
@@ -27,6 +28,8 @@ def train_until_it_fails(config: Path, runs: Path, way: str) -> None:
             device.limit_bytes = 1
         elif way == "sharing":  # stopped when the other rank next waits for its weights, before an evaluation
             BranchStrategy.gather_weights = stop_here  # type: ignore[method-assign]
+        elif way == "sharded":  # in the forward pass, while the other rank waits for this one's weights
+            FusionModel.forward = fail_here  # type: ignore[method-assign]
         else:
             replace_open_file(
                 runs / way / f"events-rank{rank}.jsonl",
@@ -42,6 +45,8 @@ def train_until_it_fails(config: Path, runs: Path, way: str) -> None:
         arguments += ["--set", f"parallel.timeout_s={TIMEOUT_S}"]
     if way in ("branch", "sharing"):
         arguments += ["--set", "parallel.strategy=branch"]
+    if way == "sharded":
+        arguments += ["--set", "parallel.strategy=fsdp"]
     with device if way == "memory" and rank else nullcontext():
         os._exit(main(arguments))
 
@@ -49,6 +54,11 @@ def train_until_it_fails(config: Path, runs: Path, way: str) -> None:
 def stop_here(strategy: BranchStrategy) -> None:
     """In the place of a method: no sign of life from here on."""
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fail_here(model: FusionModel, batch: object) -> None:
+    """In the place of a method: an error of this rank's own."""
+    raise ValueError("an odd batch")
 
 
 def hanging_file() -> int:

@@ -98,6 +98,8 @@ def test_whatever_happens_to_a_rank_the_others_stop_and_name_it(config: Path, tm
         "disk": "No space left on device",
         "branch": "gives no sign of life since step",
         "sharing": "gives no sign of life since step",
+        "sharded": "ended with an error of its own: CollectiveFailed: rank 1 failed where the ranks gather weights from each "
+        "other: an odd batch",
     }
     for way, words in told.items():
         run, end = tmp_path / way, last(tmp_path / way, "end")
