@@ -123,6 +123,7 @@ class FSDPStrategy(ReduceStrategy):
     def state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """This rank's shares. Moments are indexed as in one process, where groups are not split in two, so
         that any number of ranks can read them under any strategy."""
+        self.gather_weights()  # what all ranks hold whole, any of them may write
         names = {weight: name for name, weight in model.named_parameters()}
         places = {weight: place for place, weight in enumerate(self._order)}
         common = optimizer.param_groups[0]

@@ -222,17 +222,23 @@ def samples_are_shared(rank: int) -> None:
     assert len(trainer.fit(loader)) == len(loader)
 
 
-def running_statistics_of_rank_0_are_evaluated(rank: int) -> None:
-    """As a checkpoint has them, so that its figures are those of the run."""
-    model = build_model("resnet18", vocab_size=50, text_depth=1)
-    trainer = FusionTrainer(model, device="cpu", strategy=make_strategy("ddp"))
-    trainer.train_step([micro_batch(rank)])
-    norms = [norm.running_mean for norm in model.modules() if isinstance(norm, torch.nn.BatchNorm2d)]
-    whole = torch.cat(norms)
-    assert largest(float(whole.sum())) > -largest(-float(whole.sum())), "each rank has those of its images"
-    trainer.evaluate([micro_batch(0), micro_batch(1)])
-    whole = torch.cat(norms)
-    assert largest(float(whole.sum())) == -largest(-float(whole.sum()))
+def running_statistics_of_rank_0_are_evaluated_and_saved(rank: int) -> None:
+    """Those that a checkpoint has, so that its figures are those of the run; under fsdp any rank may write them."""
+    for name in ("ddp", "fsdp"):
+        model = build_model("resnet18", vocab_size=50, text_depth=1)
+        trainer = FusionTrainer(model, device="cpu", strategy=make_strategy(name))
+        trainer.train_step([micro_batch(rank)])
+        norms = [norm.running_mean for norm in model.modules() if isinstance(norm, torch.nn.BatchNorm2d)]
+        whole = torch.cat(norms)
+        assert largest(float(whole.sum())) > -largest(-float(whole.sum())), (
+            "each rank has those of its images"
+        )
+        if name == "ddp":
+            trainer.evaluate([micro_batch(0), micro_batch(1)])
+        else:
+            trainer.state_dict()
+        whole = torch.cat(norms)
+        assert largest(float(whole.sum())) == -largest(-float(whole.sum()))
 
 
 def a_sample_that_is_not_finite_is_named_on_all_ranks(rank: int) -> None:
@@ -331,7 +337,7 @@ def main() -> None:
     if world_size == 2:
         memory_is_what_was_priced()
         samples_are_shared(rank)
-        running_statistics_of_rank_0_are_evaluated(rank)
+        running_statistics_of_rank_0_are_evaluated_and_saved(rank)
         a_sample_that_is_not_finite_is_named_on_all_ranks(rank)
         goes_on_whichever_operation_fails(rank)
         all_raise_when_one_gives_up(rank)
