@@ -292,10 +292,9 @@ class _Training:
                 self._say(f"stopped; to go on from {saved[-1]}, resume with auto")
             raise
         except Exception as error:
-            watch = current_watch()
             # of a rank that failed inside an exchange: its own problem, unless another broke off the exchange
             cause = error.__cause__ if isinstance(error, CollectiveFailed) else error
-            if watch is None or cause is None or not broke_off(cause):
+            if (watch := current_watch()) is None or cause is None or not broke_off(cause):
                 raise
             raise watch.explained(error) from error  # says which rank failed and broke off the exchange
         if not left:

@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ class FSDPStrategy(ReduceStrategy):
     def forward(self, work: Callable[[], Tensor]) -> Tensor:
         return self._root(work)
 
-    def drain_reduction(self, problem: Exception | None) -> None:
+    def drain_reduction(self, problem: Exception | None) -> NoReturn:
         raise CollectiveFailed(
             f"rank {self.rank} failed where the ranks gather weights from each other: {problem or 'memory ran out'}; resume "
             "from the last checkpoint, with smaller batches if memory ran out"
@@ -96,7 +96,6 @@ class FSDPStrategy(ReduceStrategy):
             return self._root(work)
         except torch.OutOfMemoryError as error:
             self.drain_reduction(error)
-            raise
         finally:
             self._root.reshard()
 
@@ -126,10 +125,9 @@ class FSDPStrategy(ReduceStrategy):
         self.gather_weights()  # what all ranks hold whole, any of them may write
         names = {weight: name for name, weight in model.named_parameters()}
         places = {weight: place for place, weight in enumerate(self._order)}
-        common = optimizer.param_groups[0]
         groups = [
             {
-                **common,
+                **optimizer.param_groups[0],
                 **group,
                 "params": [places[weight] for weight in group["params"]],
                 "param_names": [names[weight] for weight in group["params"]],

@@ -139,8 +139,8 @@ class EpochBlocks:
         for name, value in self._identity.items():
             if state.get(name, value) != value:
                 raise DataError(
-                    f"cannot resume: the state was saved with {name} {state[name]}, this plan has {value}; "
-                    "keep data, seed and scheduler options; world_size may differ, but under ddp with memory or fastest not from or to 1"
+                    f"cannot resume: the state was saved with {name} {state[name]}, this plan has {value}; keep data, seed "
+                    "and scheduler options; world_size may differ, but memory and fastest under ddp on several ranks go on only as that"
                 )
         taken = tuple((world_size, count) for world_size, count in state["taken"] if count)
         batch = 0
