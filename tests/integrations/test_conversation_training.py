@@ -17,6 +17,7 @@ from mmlab.data.conversations import Conversations
 from mmlab.errors import DataError, OptionError
 from mmlab.model import ConversationModel
 from mmlab.model.conversation_model import named_processor, named_vlm
+from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.named_model import conversation_model
 from mmlab.pricing.step_prices import price_dataset
 from mmlab.runs.meters import LiveBytes
@@ -200,7 +201,11 @@ def test_bytes_of_the_trainers_own_steps_are_foretold(folder: Path) -> None:  # 
     many = talks.select([row % len(talks) for row in range(30)])
     dataset, model = ConversationDataset(many, processor, progress=False), ConversationModel(network)
     before = [weight.clone() for weight in model.parameters()]
+    fresh = fingerprint(
+        model
+    )  # as a resumed run finds the model: it would be priced anew, and plan other batches
     memory, time = price_dataset(model, dataset)
+    assert memory.fingerprint == time.fingerprint == fresh
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     assert time.data_s_per_sample > 0
     batch = dataset.collate([dataset[row] for row in range(12)])
