@@ -26,8 +26,8 @@ def fingerprint(model: nn.Module) -> str:
         settings = {
             key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)
         }
-        for changing in ("training", "_output_capturing_hooks_installed"):  # the latter by transformers, in a step
-            settings.pop(changing, None)
+        settings.pop("training", None)
+        settings.pop("_output_capturing_hooks_installed", None)  # transformers sets it in the first step
         # set by Hugging Face models
         settings["gradient_checkpointing"] = getattr(module, "gradient_checkpointing", False)
         digest.update(f"{name} {type(module).__qualname__} {sorted(settings.items())}\n".encode())
