@@ -90,9 +90,9 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
     """The figures of one rank; None where one is not known. Samples/s and shares of time are medians of finished epochs."""
     step, device = run.latest("step", rank), run.latest("device", rank)
     seconds = after_warmup(run.column_or_nan("step_s", rank=rank))
-    steps, samples, peaks, losses = run.done(("step", "num_samples", "peak_bytes", "loss"), rank)
-    peaks = peaks[np.isfinite(peaks)]  # on a CPU a comparison counts the peaks of some steps only
-    losses = losses[np.isfinite(losses)]  # a batch of one image may have none
+    steps, *found = run.done(("step", "num_samples", "peak_bytes", "loss"), rank)
+    # on a CPU a comparison counts the peaks of some steps only; a batch of one image may have no loss
+    samples, peaks, losses = (column[np.isfinite(column)] for column in found)
 
     of_epochs = dict(zip(_PER_SECOND, _of_epochs(run, rank), strict=True))
 
@@ -106,7 +106,7 @@ def summarize(run: RunState, rank: int = 0) -> dict[str, Any]:
         "steps": len(steps),
         "planned_steps": run.latest("start", rank).get("num_steps"),
         "epoch": step.get("epoch"),
-        "samples": int(np.nansum(samples)),
+        "samples": int(samples.sum()),
         "samples_per_s": per_second("num_samples"),
         "step_s": _known(np.median(seconds)) if len(seconds) else None,
         "data_wait_ratio": per_second("data_wait_s"),
@@ -298,7 +298,8 @@ def _planned_and_done(run: RunState) -> tuple[float, float]:
     """Cost of the whole run and of the steps done; in steps if no cost is known, NaN if neither is."""
     start = run.latest("start")
     if start.get("planned_cost"):
-        return start["planned_cost"], float(np.nansum(run.done(["predicted_cost"])))
+        costs = run.done(["predicted_cost"])
+        return start["planned_cost"], float(costs[np.isfinite(costs)].sum())
     step = run.event("step")
     return start.get("num_steps") or nan, 0.0 if step is None else step.step
 
