@@ -26,7 +26,7 @@ from mmlab.pricing.equal_memory import EqualMemory
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.plan_prices import prices_of
-from mmlab.pricing.step_prices import make_state, packing, peak_of, price_dataset
+from mmlab.pricing.step_prices import packing, peak_of, price_dataset, take_first_step
 from mmlab.pricing.time_model import TimeModel
 from mmlab.pricing.timing import fit_time, loading_seconds, timed_step, timed_trainer
 from mmlab.schedule.base import Scheduler
@@ -168,7 +168,7 @@ class _Sizing:
             plan, most = next(self._plans(packed)), 0
             for _, rows in largest_batches(plan, None).values():
                 batch = [self._load(rows)]
-                make_state(trainer, *batch)
+                take_first_step(trainer, *batch)
                 most = max(most, peak_of(trainer.train_step, batch, (trainer.model, trainer.optimizer)))
             if most <= limit_bytes:
                 break

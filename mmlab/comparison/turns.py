@@ -40,7 +40,7 @@ from mmlab.comparison.sizing import Sized, largest_batches
 from mmlab.errors import DataError
 from mmlab.loading.loader import PlannedLoader
 from mmlab.machine import progress_bar
-from mmlab.pricing.step_prices import make_state, peak_of
+from mmlab.pricing.step_prices import peak_of, take_first_step
 from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
 from mmlab.runs.follow import RunState
@@ -106,7 +106,7 @@ class ComparisonSetup:
         # bytes that the caller holds
         before_bytes = torch.cuda.memory_allocated(self.options.device) if on_gpu else 0
         trainer = self.make_trainer(plan, total_steps=2)
-        make_state(trainer, batch)
+        take_first_step(trainer, batch)
         peak_bytes = peak_of(trainer.train_step, [batch], (trainer.model, trainer.optimizer))
         source = "torch allocator" if on_gpu else "live tensors"
         return peak_bytes - before_bytes, f"{source}, costliest batch"

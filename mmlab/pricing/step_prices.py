@@ -190,7 +190,7 @@ def price_dataset(
     trainer = FusionTrainer(model, lr=0.0, device=device, **setting, **alone)
     weights = trainable_parameters(model) if accumulating and buckets else []
     costs = batch_costs(PaddedTokens(), np.vstack([sizes.alone, [2, *sizes.alone[:, 1:].max(axis=0)]]))
-    make_state(trainer, dataset.collate([dataset[row] for row in range(min(2, len(dataset)))]))
+    take_first_step(trainer, dataset.collate([dataset[row] for row in range(min(2, len(dataset)))]))
     found = price_steps(
         lambda batch: trainer.train_step([batch]),
         sizes,
@@ -269,8 +269,8 @@ def _probes(
     return [batches[place] for place in mixed], shapes[mixed]
 
 
-def make_state(trainer: FusionTrainer, batch: Any) -> None:
-    """Make the optimizer's state: under fp16 the first steps may be skipped, until the loss scale has come down."""
+def take_first_step(trainer: FusionTrainer, batch: Any) -> None:
+    """Train until a step is not skipped, as the first ones under fp16 are, so that the optimizer has its state."""
     for _ in range(20):  # each has half the loss scale of the one before
         if not trainer.train_step([batch])["skipped"]:
             return

@@ -44,8 +44,8 @@ def export_run(run: str | Path, to: str, target: str | Path) -> int:
     except OSError as error:
         raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror}") from error
     start = next((event.values for event in events if event.kind == "start"), {})
+    name = "/".join(folder.resolve().parts[1:][-2:])
     try:  # points one by one: those of a million steps would take gigabytes
-        name = "/".join(folder.resolve().parts[1:][-2:])
         TRACKERS[to](name, str(target), start, _points(events, several_ranks=len(paths) > 1))
     except ModuleNotFoundError as error:
         raise OptionError(f"{to} is not installed ({error}); pip install {to}") from error

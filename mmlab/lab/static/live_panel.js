@@ -313,7 +313,7 @@ function duration(s) {
 	if (whole < 5400) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
 	return `${(s / 3600).toFixed(1)} h`;
 }
-const clock = (ms) => new Date(ms)[Date.now() - ms > 7e7 ? "toLocaleString" : "toLocaleTimeString"]("sv");
+const clock = (ms) => new Date(ms).toLocaleString("sv").slice(Date.now() - ms > 7e7 ? 0 : 11); // dated if old
 
 /* ---- the page ---- */
 
