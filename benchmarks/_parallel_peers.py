@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from mmlab.model.parameters import parameter_groups, trainable_parameters
-from mmlab.parallel.bench import OBJECTIVES, Arm, BenchOptions, BuildArm, make_batch, seeded_model
+from mmlab.parallel.bench import OBJECTIVES, Arm, BenchOptions, BuildArm, device_of, make_batch, seeded_model
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.names import parse_objectives
 from mmlab.types import Batch
@@ -32,9 +32,9 @@ class WithLoss(torch.nn.Module):
 
 
 def _prepared(options: BenchOptions, rank: int) -> tuple[torch.nn.Module, Any, Batch]:
-    module = WithLoss(seeded_model(options)).to(options.device_of(rank))
+    module = WithLoss(seeded_model(options)).to(device_of(options, rank))
     optimizer = torch.optim.AdamW(parameter_groups(module, weight_decay=0.01), lr=1e-4, fused=True)
-    batch = make_batch(options, rank, distributed.get_world_size()).to(options.device_of(rank))
+    batch = make_batch(options, rank, distributed.get_world_size()).to(device_of(options, rank))
     return module, optimizer, batch
 
 

@@ -23,6 +23,7 @@ from mmlab.cli.tour import copy_tour
 from mmlab.comparison.options import COMPARED, ComparisonOptions, scheduler_names
 from mmlab.errors import OptionError
 from mmlab.machine import GIB
+from mmlab.parallel.bench_options import BenchOptions
 
 Data = Annotated[str, "image-text pairs in any format that mmlab reads"]
 Image = Annotated[str, "square:SIDE or aspect:SIDE[:MULTIPLE]"]
@@ -30,8 +31,6 @@ Tokenizer = Annotated[str, "builtin, or a Hugging Face name or path"]
 Images = Annotated[str | None, "folder of the images, where they are not beside the data"]
 Processor = Annotated[str | None, "of a vision-language model; the data are conversations"]
 Limit = Annotated[int | None, "use N pairs, drawn from every split (default: all)"]
-Model = Annotated[str, "preset of the fusion model"]
-Device = Annotated[str, "auto, cpu, cuda, cuda:1, ..."]
 Precision = Annotated[str, "of the training: fp32, tf32, bf16 or fp16"]
 Names = Annotated[str, "names of schedulers, separated by commas"]
 Plot = Annotated[str | None, "a file to draw it into as well, as PNG, SVG or PDF"]
@@ -315,11 +314,11 @@ def cache_build(
 def bench_io(
     *,
     data: Data,
-    model: Model = "tiny",
+    model: Annotated[str, "preset of the fusion model"] = "tiny",
     image: Image = "square:224",
     tokenizer: Tokenizer = "builtin",
     batch_size: Annotated[int, "samples a batch"] = 32,
-    device: Device = "auto",
+    device: Annotated[str, "auto, cpu, cuda, cuda:1, ..."] = "auto",
     precision: Precision = "fp32",
     limit: Limit = None,
     images: Images = None,
@@ -334,23 +333,12 @@ def bench_io(
 def bench_parallel(
     *,
     strategies: Annotated[str | None, "names, separated by commas (default: all that can run)"] = None,
-    ranks: Annotated[int, "processes; on CUDA one a GPU"] = 2,
-    model: Model = "small",
-    batch_size: Annotated[int, "samples a step, over all ranks"] = 16,
-    micro_batches: Annotated[int, "of a step, in each process"] = 1,
-    image_side: Annotated[int, "pixels"] = 128,
-    num_tokens: Annotated[int, "of the longest text"] = 32,
-    steps: Annotated[int, "timed in a row"] = 4,
-    rounds: Annotated[int, "turns of every strategy; figures are medians"] = 3,
-    device: Device = "auto",
-    precision: Precision = "fp32",
-    seed: Seed = 0,
+    **options: Annotated[Any, BenchOptions],
 ) -> Any:
     """Train with several parallel strategies in real processes; say which wins, and predict more devices."""
-    options = locals() | {"strategies": None if strategies is None else _names(strategies)}
     from mmlab.parallel.bench import bench_parallel
 
-    return bench_parallel(**options)
+    return bench_parallel(None if strategies is None else _names(strategies), **options)
 
 
 _CACHE = {"build": cache_build, "info": cache_info, "verify": verify_cache, "clear": clear_cache}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
-from mmlab.errors import OptionError, check_name, check_numbers
-from mmlab.machine import cpu_name, num_usable_cores, progress_bar, resolve_device
+from mmlab.errors import OptionError, check_name
+from mmlab.machine import cpu_name, num_usable_cores, progress_bar
 from mmlab.model.fusion_model import FusionModel
-from mmlab.model.presets import PRESETS, build_model
+from mmlab.model.presets import build_model
+from mmlab.parallel.bench_options import BenchOptions
 from mmlab.parallel.bench_report import ParallelBench
 from mmlab.parallel.launch import run_on_ranks
 from mmlab.parallel.predict import predict
@@ -30,7 +30,6 @@ from mmlab.parallel.strategies import make_strategy
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.noise import noise_batch
-from mmlab.training.precision import Precision
 from mmlab.training.step_meter import clock
 from mmlab.training.strategy import Strategy
 from mmlab.types import Batch, BatchShape
@@ -38,60 +37,6 @@ from mmlab.types import Batch, BatchShape
 VOCAB_SIZE = 30_522  # of bert-base-uncased: its embedding is reduced like any other weight
 OBJECTIVES = ("contrastive", "matching")
 _ALONE = ("one core", "single")  # strategies of one process
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
-    """Sizes of the benchmark, the same for every strategy.
-
-    Args:
-        ranks: processes; on CUDA one per GPU.
-        batch_size: samples of a step, over all ranks.
-        micro_batches: number of micro-batches into which each process splits its samples of a step.
-        image_side: in pixels.
-        num_tokens: of every text.
-        steps: number of steps timed in a row, after one that is not timed.
-        rounds: number of turns of every strategy.
-
-    Raises:
-        OptionError: a value that cannot work; the message names it.
-    """
-
-    model: str = "small"
-    ranks: int = 2
-    batch_size: int = 16
-    micro_batches: int = 1
-    image_side: int = 128
-    num_tokens: int = 32
-    steps: int = 4
-    rounds: int = 3
-    device: str = "auto"
-    precision: str = "fp32"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "device", resolve_device(self.device).partition(":")[0])
-        smallest = 2 * self.ranks * self.micro_batches
-        for name, bound in {"ranks": 2, "batch_size": smallest}.items():
-            if (found := getattr(self, name)) < bound:
-                raise OptionError(f"{name} must be at least {bound}, found {found}")
-        check_numbers(self)
-        check_name("model preset", self.model, PRESETS)
-        if self.batch_size % (self.ranks * self.micro_batches):
-            raise OptionError(
-                f"batch_size must be divisible by the {self.ranks} ranks' micro-batches, found {self.batch_size}"
-            )
-        if self.device == "cuda" and self.ranks > torch.cuda.device_count():
-            raise OptionError(f"{self.ranks} ranks need a GPU each, found {torch.cuda.device_count()}")
-        Precision(self.precision, self.device)
-
-    def device_of(self, rank: int) -> torch.device:
-        return torch.device(self.device, rank) if self.device == "cuda" else torch.device("cpu")
-
-    def num_threads(self, name: str) -> int:
-        """Threads per process of a strategy: the total is the same for every strategy except `one core`."""
-        threads = max(1, num_usable_cores() // self.ranks)
-        return threads * self.ranks if name == "single" else threads
 
 
 class Arm(NamedTuple):
@@ -103,6 +48,11 @@ class Arm(NamedTuple):
 
 # makes an arm from the options, the rank, and the best cut of the image branch
 BuildArm = Callable[[BenchOptions, int, int | None], Arm]
+
+
+def device_of(options: BenchOptions, rank: int) -> torch.device:
+    """The device of a rank: its own GPU, or the CPU that all share."""
+    return torch.device(options.device, rank) if options.device == "cuda" else torch.device("cpu")
 
 
 def seeded_model(options: BenchOptions) -> FusionModel:
@@ -126,7 +76,7 @@ def _make_trainer(options: BenchOptions, rank: int, strategy: Strategy) -> Fusio
         seeded_model(options),
         objectives=OBJECTIVES,
         precision=options.precision,
-        device=options.device_of(rank),
+        device=device_of(options, rank),
         seed=options.seed,
         strategy=strategy,
     )
@@ -207,7 +157,7 @@ def _measure(options: BenchOptions, arms: Mapping[str, BuildArm], progress: bool
     """What one rank does: probes, then the strategies in turns, starting with another one in each round."""
     distributed.init_process_group("nccl" if options.device == "cuda" else "gloo")
     rank, names = distributed.get_rank(), list(arms)
-    device = options.device_of(rank)
+    device = device_of(options, rank)
     if options.device == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(options.num_threads("ddp"))
@@ -239,7 +189,7 @@ def _turn(
     options: BenchOptions, name: str, build: BuildArm, rank: int, cut: int | None, *, measures: bool
 ) -> dict[str, Any]:
     """Construct a strategy, warm it up and time it; memory is counted in a step of its own."""
-    device, values = options.device_of(rank), []
+    device, values = device_of(options, rank), []
     torch.set_num_threads(options.num_threads(name))
     arm = build(options, rank, cut)
     arm.step()

@@ -13,7 +13,7 @@ from mmlab.loading.stages import as_table
 from mmlab.parallel.predict import STRATEGIES, Network, StepCosts, predict
 
 if TYPE_CHECKING:
-    from mmlab.parallel.bench import BenchOptions
+    from mmlab.parallel.bench_options import BenchOptions
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
 MIB = 2**20
