@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -61,6 +62,21 @@ def test_lists_may_lack_a_modality_when_allowed(folder):
     records = read_records([None, folder.image("a.jpg")], ["x", None], allow_missing_modality=True)
     assert records.num_tokens.tolist() == [3, 0]
     assert overview(records, parse_image_policy("square:32")).as_dict()["num_images"] == 1
+
+
+def test_a_data_frame_gives_what_its_file_gives(three):
+    frame = pd.read_csv(three)
+    records = read_records(frame, images=three.parent)
+    assert (records.ids, records.texts) == (read_records(three).ids, read_records(three).texts)
+    kept = read_records(records.to_frame()[records.width == 40].iloc[1:])
+    assert kept.texts == ["picture 1", "picture 2"]
+    frame["text"] = [["a", "b"], np.array(["c"]), None]  # as Parquet gives lists, and a missing value
+    with pytest.warns(UserWarning, match="item 2: 2.jpg: no text"):
+        assert read_records(frame, images=three.parent, errors="report").texts == ["a", "b", "c"]
+    with pytest.raises(DataError, match="no image and no text column among 0"):
+        read_records(pd.DataFrame([1]))
+    with pytest.raises(DataError, match="an empty list"):
+        read_records(frame[:0])
 
 
 def test_limit_draws_good_records_by_seed(three):

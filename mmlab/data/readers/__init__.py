@@ -44,7 +44,7 @@ def read_records(
 
     Args:
         source: a file, a folder, a list of tar shards or a glob for them, paths or URLs, a `datasets.Dataset`, a
-            list of dicts, or image paths.
+            `pandas.DataFrame`, a list of dicts, or image paths.
         texts: the texts of a list of image paths, one each.
         images: the folder of the images, where they are not beside the data file.
         tokenizer: measures text lengths: a tokenizer, or a name for `mmlab.data.text.load_tokenizer`, such as
@@ -86,6 +86,8 @@ def read_records(
 def _table(source: Any, images: Path | None, allow_missing_modality: bool, progress: bool) -> Table:
     if is_dataset(source):
         return read_dataset(source, images, allow_missing_modality)
+    if hasattr(source, "iterrows"):  # a pandas.DataFrame
+        source = source.to_dict("records")
     if isinstance(source, list | tuple) and source:
         if isinstance(source[0], dict):
             rows = rows_of_entries(list(numbered(source)), "a list", allow_missing_modality)
@@ -99,7 +101,7 @@ def _table(source: Any, images: Path | None, allow_missing_modality: bool, progr
     if not isinstance(source, str | os.PathLike):
         kind = "an empty list" if isinstance(source, list | tuple) else type(source).__name__
         raise DataError(
-            f"cannot read records from {kind}: pass a path, a datasets.Dataset, a list of dicts, or image paths and texts"
+            f"cannot read records from {kind}: pass a path, a datasets.Dataset, a DataFrame, a list of dicts, or images and texts"
         )
     if is_url(source):
         return read_shards(download([str(source)], progress=progress))

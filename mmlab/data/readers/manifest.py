@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mmlab.data.readers.rows import Row
 from mmlab.errors import DataError
 
@@ -177,7 +179,9 @@ def rows_of_entry(where: str, entry: dict[str, Any] | str, columns: dict[str, st
 
 
 def _stated(value: Any) -> Any:
-    """A value, or None for those that stand for a missing one: NaN, pandas.NA and NaT."""
+    """A value, or None for those that stand for a missing one: NaN, pandas.NA and NaT. pandas' lists may be arrays."""
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        return value.tolist()
     is_nan = isinstance(value, float) and math.isnan(value)
     return None if is_nan or type(value).__name__ in ("NAType", "NaTType") else value
 
