@@ -184,7 +184,9 @@ def check_numbers(options: Any, prefix: str = "") -> None:
     """
     types: dict[str, str] = {}
     if not isinstance(options, Mapping):
-        types = {name: str(option.type) for name, option in options.__dataclass_fields__.items()}
+        fields = options.__dataclass_fields__.items()
+        # without the help of an Annotated type
+        types = {name: re.split("['\"]", str(field.type))[0] for name, field in fields}
         options = {name: getattr(options, name) for name in types}
     for name in options.keys() & BOUNDS.keys():
         (least, most), value = BOUNDS[name], options[name]

@@ -36,11 +36,11 @@ class BenchOptions:
         from mmlab.training.precision import Precision
 
         object.__setattr__(self, "device", resolve_device(self.device).partition(":")[0])
+        check_numbers(self)
         smallest = 2 * self.ranks * self.micro_batches
         for name, bound in {"ranks": 2, "batch_size": smallest}.items():
             if (found := getattr(self, name)) < bound:
                 raise OptionError(f"{name} must be at least {bound}, found {found}")
-        check_numbers(self)
         check_name("model preset", self.model, PRESETS)
         if self.batch_size % (self.ranks * self.micro_batches):
             raise OptionError(

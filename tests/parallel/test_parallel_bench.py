@@ -118,6 +118,12 @@ def test_bad_input_exits_with_2_before_anything_is_launched(
     assert len(captured.err.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["ranks", "rounds", "steps", "seed"])
+def test_a_number_is_not_auto_whatever_its_help_says(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be a whole number, found 'auto'"):
+        BenchOptions(**{"device": "cpu", name: "auto"})
+
+
 def test_fp16_is_left_to_the_strategies_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     def arms_of(_: Any, options: Any, arms: dict[str, Any], *__: Any, **___: Any) -> None:
         raise RuntimeError(" ".join(arms))
