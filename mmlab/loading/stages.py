@@ -16,6 +16,8 @@ from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from mmlab.schedule.report import shown
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -154,16 +156,5 @@ def as_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> pd.Da
     """Some columns, with numbers as people read them."""
     import pandas as pd
 
-    shown = [[_cell(name, row[name]) for name in columns] for row in rows]
-    return pd.DataFrame(shown, columns=list(columns), dtype=object)
-
-
-def _cell(name: str, value: Any) -> Any:
-    """Three digits at least, without exponents; bytes in MiB, shares in per cent."""
-    if isinstance(value, int | float) and name.endswith("_bytes"):
-        return f"{value / 2**20:,.0f} MiB"
-    if not isinstance(value, float):
-        return "" if value is None else value
-    if name.endswith("_ratio"):
-        return f"{value:.1%}"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    cells = [["" if row[name] is None else shown(name, row[name]) for name in columns] for row in rows]
+    return pd.DataFrame(cells, columns=list(columns), dtype=object)

@@ -24,16 +24,22 @@ _PER_CENT = ("text_waste", "image_waste", "combined_waste", "straggler", "collis
 
 
 def shown(name: str, value: float | str | None) -> str:
-    """A figure of a plan as people read it: shares in per cent, bytes in GiB, other numbers in three digits."""
+    """A figure as people read it: shares in per cent, bytes in GiB or MiB, other numbers in three digits or more.
+
+    >>> shown("peak_bytes", 3 * 2**20), shown("wait_ratio", 0.25), shown("step_s", 0.123456), shown("mean_cost", 999.7)
+    ('3 MiB', '25.0%', '0.123', '1,000')
+    """
     if value is None or value != value:  # pandas makes None NaN
         return "-"
-    if name.endswith("_bytes") and isinstance(value, float):
+    if name.endswith("_bytes") and isinstance(value, int | float):
         return f"{value / GIB:.2f} GiB" if value >= GIB else f"{1024 * value / GIB:.0f} MiB"
+    if not isinstance(value, float):
+        return str(value)
     if name in _PER_CENT:
         return f"{value:.2%}"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return str(value)
+    if name.endswith("_ratio"):
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
