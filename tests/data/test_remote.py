@@ -133,7 +133,7 @@ def test_processes_that_ask_for_the_same_download_it_once(tmp_path, store, monke
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("memory://nowhere/*.tar", "no file matches, or the server lists none: pass a list of URLs"),
+        ("memory://nowhere/*.tar", "no file matches, or the server lists none: name them by {000..099}"),
         ("strange://host/0.tar", "cannot be opened: ValueError: Protocol not known: strange"),
         ("memory://bucket/notes.tar", "not a tar shard"),
     ],

@@ -57,6 +57,16 @@ def test_a_folder_of_images_has_no_effect_on_shards(tmp_path):
         read_records(shard(tmp_path / "0.tar", pairs("a")), images=tmp_path)
 
 
+def test_numbers_in_braces_name_shards_as_webdataset_writes_them(tmp_path):
+    for number in (8, 9, 10):
+        shard(tmp_path / f"{number:02}.tar", {f"{number}.jpg": encoded(), f"{number}.txt": b"x"})
+    found = read_records(f"{tmp_path}/{{08..10}}.tar")
+    assert found.ids == ["08.tar/8", "09.tar/9", "10.tar/10"]
+    assert read_records(f"file://{tmp_path}/{{1..1}}{{0..0}}.tar").ids == ["10.tar/10"]
+    with pytest.raises(DataError, match=r"11\.tar: no such file"):
+        read_records(f"{tmp_path}/{{08..11}}.tar")
+
+
 def test_a_list_a_pattern_and_a_folder_give_the_same(tmp_path):
     paths = [shard(tmp_path / f"{number}.tar", pairs("a", "b")) for number in range(3)]
     by_list = read_records(paths)

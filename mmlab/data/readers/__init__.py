@@ -18,7 +18,7 @@ from mmlab.data.readers.hub import is_dataset, is_saved_dataset, read_dataset, r
 from mmlab.data.readers.manifest import numbered, rows_of_entries
 from mmlab.data.readers.remote import download, is_url
 from mmlab.data.readers.rows import Row, Table, image_folder, to_records
-from mmlab.data.readers.tar import is_tar, read_shards
+from mmlab.data.readers.tar import is_tar, named_shards, read_shards
 from mmlab.data.records import FileStore, Records
 from mmlab.data.text import load_tokenizer, measure_tokens
 from mmlab.errors import DataError, check_is, check_name, check_numbers
@@ -43,8 +43,8 @@ def read_records(
     """Read the metadata of image-text pairs from any of the formats in `docs/internals/data_formats.md`.
 
     Args:
-        source: a file, a folder, a list of tar shards or a glob for them, paths or URLs, a `datasets.Dataset`, a
-            `pandas.DataFrame`, a list of dicts, or image paths.
+        source: a file, a folder, a list of tar shards or a glob for them, paths or URLs (also with `{000..099}`), a
+            `datasets.Dataset`, a `pandas.DataFrame`, a list of dicts, or image paths.
         texts: the texts of a list of image paths, one each.
         images: the folder of the images, where they are not beside the data file.
         tokenizer: measures text lengths: a tokenizer, or a name for `mmlab.data.text.load_tokenizer`, such as
@@ -88,6 +88,8 @@ def _table(source: Any, images: Path | None, allow_missing_modality: bool, progr
         return read_dataset(source, images, allow_missing_modality)
     if hasattr(source, "iterrows"):  # a pandas.DataFrame
         source = source.to_dict("records")
+    if isinstance(source, str) and "{" in source and not os.path.exists(source):
+        source = named_shards(source)
     if isinstance(source, list | tuple) and source:
         if isinstance(source[0], dict):
             rows = rows_of_entries(list(numbered(source)), "a list", allow_missing_modality)
@@ -118,7 +120,7 @@ def _table(source: Any, images: Path | None, allow_missing_modality: bool, progr
     shards = [Path(found) for found in sorted(glob.glob(str(path))) if os.path.isfile(found)]
     if not shards:
         raise DataError(
-            f"{path}: no such file or folder, and no file matches it as a pattern of *, ? and [0-9]"
+            f"{path}: no such file or folder, and no file matches it as a pattern of *, ?, [0-9] and {{00..99}}"
         )
     return read_shards(shards)
 

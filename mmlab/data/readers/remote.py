@@ -70,7 +70,9 @@ def _found(url: str) -> list[tuple[str, Any, str]]:
     except Exception as error:  # an unknown protocol, a missing package, whatever a file system raises
         raise DataError(f"{url}: cannot be opened: {type(error).__name__}: {error}") from error
     if not paths:
-        raise DataError(f"{url}: no file matches, or the server lists none: pass a list of URLs")
+        raise DataError(
+            f"{url}: no file matches, or the server lists none: name them by {{000..099}}, or in a list"
+        )
     return [(system.unstrip_protocol(path), system, path) for path in paths]
 
 

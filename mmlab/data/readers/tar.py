@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,19 @@ class TarStore:
         before, _, place = image_path.rpartition("@")
         offset, num_bytes = place.split("+")
         return before.rpartition("::")[0], int(offset), int(num_bytes)  # a folder's name may have ::
+
+
+def named_shards(pattern: str) -> list[str]:
+    """The shards that a range of numbers in braces names, as webdataset writes it; without one, the pattern itself.
+
+    >>> named_shards("https://host/{08..10}.tar")
+    ['https://host/08.tar', 'https://host/09.tar', 'https://host/10.tar']
+    """
+    if (found := re.search(r"\{(\d+)\.\.(\d+)\}", pattern)) is None:
+        return [pattern]
+    first, last = found.groups()
+    numbers = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return [name for number in numbers for name in named_shards(pattern.replace(found[0], number, 1))]
 
 
 def is_tar(path: Path) -> bool:
