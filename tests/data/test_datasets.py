@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import tarfile
 
 import datasets
 import pytest
@@ -47,6 +49,20 @@ def test_images_inside_the_table(dataset):
     assert records.labels.tolist() == [1, 1, 0]
     assert records.label_names == ("cat", "dog")
     assert records.read_image(0) == encoded(40, 30)
+
+
+def test_shards_that_datasets_loads(tmp_path):
+    path = tmp_path / "0.tar"
+    with tarfile.open(path, "w") as archive:
+        for name, content in {"a.jpg": encoded(40, 30), "a.txt": b"one"}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    loaded = datasets.load_dataset(
+        "webdataset", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    records = read_records(loaded)
+    assert (records.ids, records.texts, records.width.tolist()) == (["a"], ["one"], [40])
 
 
 def test_reading_decodes_no_pixel(dataset, monkeypatch):

@@ -23,9 +23,9 @@ from mmlab.errors import DataError
 
 SYNONYMS = {  # column -> names it may have, preferred first; compared in lower case with _ for space and -
     "image": "image images image_path image_paths img img_path image_file image_filename image_name file_name filename "
-    "file_path filepath file path",
-    "text": "text caption captions texts sentence sentences description alt_text comment",
-    "id": "id key uid sample_id",
+    "file_path filepath file path jpg jpeg png webp",
+    "text": "text caption captions texts sentence sentences description alt_text comment title txt",
+    "id": "id key uid sample_id __key__",
     "label": "label class category target",
     "split": "split subset",
     "group": "group group_id image_id",
