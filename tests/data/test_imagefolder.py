@@ -71,6 +71,40 @@ def test_several_data_files_without_a_split_are_not_guessed_between(folder):
         read_records(folder.path)
 
 
+def test_captions_beside_the_images(folder):
+    for name in ("train/00/a.jpg", "train/00/b.PNG", "val/c.jpeg"):
+        folder.image(name)
+        folder.text(f"{name.partition('.')[0]}.txt", f"\ufeffa caption of {name}\n")
+        folder.json(f"{name.partition('.')[0]}.json", {"caption": "not read"})
+    folder.json("00_stats.json", {"count": 3})
+    folder.text("val/.ipynb_checkpoints/c-checkpoint.txt", "old")
+    records = read_records(folder.path)
+    assert records.texts == [
+        f"a caption of {name}" for name in ("train/00/a.jpg", "train/00/b.PNG", "val/c.jpeg")
+    ]
+    assert records.ids == ["train/00/a.jpg#0", "train/00/b.PNG#0", "val/c.jpeg#0"]
+    assert records.splits == ["train", "train", "val"]
+    folder.csv("pairs.csv", [["image", "text"], ["val/c.jpeg", "from the table"]])
+    assert read_records(folder.path).texts == ["from the table"]
+
+
+def test_what_lacks_its_caption_or_its_image_is_named(folder):
+    for name in ("a", "b", "c"):
+        folder.image(f"{name}.jpg")
+    folder.text("a.txt", "one")
+    folder.text("b.txt", " \n")
+    folder.raw("d.txt", b"\xff\xfe")
+    folder.text("e.txt", "five")
+    with pytest.warns(UserWarning, match="4 of 5 rows"):
+        records = read_records(folder.path, errors="report")
+    assert records.texts == ["one"]
+    found = {row.row: row.reason for row in records.bad_rows}
+    assert found["b.jpg"] == "empty text"
+    assert found["c.jpg"].startswith("no text")
+    assert "line 1: not UTF-8" in found["d.txt"]
+    assert found["e.txt"].startswith("no image")
+
+
 def test_a_folder_without_data_says_what_was_looked_for(folder):
     folder.image("a.jpg")
     folder.csv("notes.csv", [["name", "age"], ["x", "3"]])

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from mmlab.data.readers.coco import read_coco, why_not_coco
 from mmlab.data.readers.flickr import read_flickr, why_not_flickr
-from mmlab.data.readers.manifest import decompressor, read_manifest, why_not_manifest
+from mmlab.data.readers.manifest import decode_text, decompressor, read_manifest, why_not_manifest
 from mmlab.data.readers.rows import Row, Table
 from mmlab.errors import DataError
 
 _DATA_SUFFIXES = (".csv", ".tsv", ".txt", ".token", ".json", ".jsonl", ".ndjson", ".parquet")
+IMAGE_SUFFIXES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "jp2"])
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of a Hugging Face imagefolder
 _SPLIT_NAME = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|dev|eval|test)(?![a-z])")
 _MAX_BLANKS = 1 << 16  # bytes of the largest file that is searched for anything else
@@ -97,15 +98,15 @@ def split_in(name: str) -> str | None:
     return match[1] if match else None
 
 
-def data_files(folder: Path, allow_missing_modality: bool) -> dict[Path, str | None]:
-    """The data files of a folder, each with its split.
+def data_files(folder: Path, allow_missing_modality: bool) -> tuple[dict[Path, str | None], str]:
+    """The data files of a folder, each with its split; and why other files are none.
 
     A Hugging Face imagefolder has a metadata file in the folder, or one in each split's sub-folder; any other
     folder has one data file at its top or in `annotations/`, or one for each split, with the split in its
     name.
 
     Raises:
-        DataError: no data file, or several without a way to choose.
+        DataError: several without a way to choose.
     """
     found: dict[Path, str | None] = {}
     for place in [folder, *sorted(sub for sub in folder.iterdir() if sub.is_dir())]:
@@ -113,31 +114,40 @@ def data_files(folder: Path, allow_missing_modality: bool) -> dict[Path, str | N
         if name is not None:
             found[place / name] = None if place == folder else split_in(place.name)
     if found:
-        return found
+        return found, ""
     tried = ""
     for place in (folder, folder / "annotations"):
-        for path in sorted(place.glob("*")):
+        paths = sorted(place.glob("*"))
+        images = {path.stem for path in paths if _is_image(path)}
+        for path in paths:
             is_data = path.suffix.lower() in _DATA_SUFFIXES and not path.name.startswith(".")
-            if is_data and path.is_file():
+            is_of_image = path.suffix.lower() in (".txt", ".json") and path.stem in images
+            if is_data and not is_of_image and path.is_file():
                 read, reasons = recognise(path, allow_missing_modality)
                 tried += reasons
                 if read is not None:
                     found[path] = split_in(path.stem)
-    if not found:
-        raise DataError(
-            f"{folder}: no image-text data found. Looked for tar shards, a saved datasets.Dataset, "
-            f"{', '.join(_METADATA)} here and in sub-folders, and a data file ({' '.join(_DATA_SUFFIXES)}) here and in "
-            f"annotations/.{tried}"
-        )
     if len(found) > 1 and len(set(found.values()) - {None}) < len(found):
         raise DataError(f"{folder}: several data files, pass one: {', '.join(path.name for path in found)}")
-    return found if len(found) > 1 else dict.fromkeys(found)
+    return found if len(found) > 1 else dict.fromkeys(found), tried
 
 
 def read_folder(folder: Path, images: Path | None, allow_missing_modality: bool) -> Table:
-    """The rows of all data files of a folder; image names become relative to the folder (to `images` if given)."""
-    rows: list[Row] = []
-    for path, split in data_files(folder, allow_missing_modality).items():
+    """The rows of a folder's data files, or else of its images with captions beside them; image names become relative to
+    the folder (to `images` if given).
+
+    Raises:
+        DataError: it has neither.
+    """
+    files, tried = data_files(folder, allow_missing_modality)
+    rows = [] if files else read_captions(folder)
+    if not files and not rows:
+        raise DataError(
+            f"{folder}: no image-text data found. Looked for tar shards, a saved datasets.Dataset, "
+            f"{', '.join(_METADATA)} here and in sub-folders, a data file ({' '.join(_DATA_SUFFIXES)}) here and in "
+            f"annotations/, and images with captions beside them (a.jpg and a.txt).{tried}"
+        )
+    for path, split in files.items():
         part = read_data_file(path, images, allow_missing_modality)
         above = os.path.relpath(part.root or folder, folder) if images is None else "."
         for row in part.rows:
@@ -146,3 +156,42 @@ def read_folder(folder: Path, images: Path | None, allow_missing_modality: bool)
                 row.image = os.path.join(above, row.image)
         rows += part.rows
     return Table(rows=rows, root=images or folder)
+
+
+def read_captions(folder: Path) -> list[Row]:
+    """A row for each image and the text file beside it, `a.jpg` and `a.txt`, here and below; none if no image has one.
+
+    An image or a text without the other has a row, too; hidden files and folders have none. The folders' names may have
+    the split.
+    """
+    images: list[Path] = []
+    texts: dict[Path, Path] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if any(part.startswith(".") for part in name.parts):
+            continue
+        if name.suffix.lower() == ".txt":
+            texts[name.with_suffix("")] = name
+        elif _is_image(name):
+            images.append(name)
+    with_image = {name.with_suffix("") for name in images}
+    if with_image.isdisjoint(texts):
+        return []
+    rows = [_captioned(folder, name, texts.get(name.with_suffix(""))) for name in images]
+    return rows + [_captioned(folder, None, texts[stem]) for stem in texts if stem not in with_image]
+
+
+def _captioned(folder: Path, image: Path | None, text: Path | None) -> Row:
+    name = image or text
+    assert name is not None
+    split = next(filter(None, map(split_in, name.parts[:-1])), None)
+    row = Row(str(name), None if image is None else str(image), None, split=split)
+    try:
+        row.text = None if text is None else decode_text(folder / text).strip()
+    except DataError as error:
+        row.problem = str(error)
+    return row
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix[1:].lower() in IMAGE_SUFFIXES

@@ -17,14 +17,13 @@ from pathlib import Path
 from posixpath import dirname, join, normpath
 from typing import Any, BinaryIO, NamedTuple
 
-from mmlab.data.readers.files import split_in
+from mmlab.data.readers.files import IMAGE_SUFFIXES, split_in
 from mmlab.data.readers.manifest import SYNONYMS, decompressor, match_columns, rows_of_entry
 from mmlab.data.readers.rows import Row, Table
 from mmlab.data.readers.sidecar import stamp_of
 from mmlab.data.records import read_bytes
 from mmlab.errors import DataError
 
-_IMAGE_SUFFIXES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "jp2"])
 _TEXT_SUFFIXES = ("txt", "text", "caption")
 
 
@@ -177,7 +176,7 @@ def _rows_of_shard(shard: Path, root: Path) -> Iterator[Row]:
 
 def _image_of(parts: Mapping[str, Member]) -> Member | None:
     """The sample's image: `jpg` before a compound suffix such as `small.jpg`."""
-    suffixes = [suffix for suffix in parts if suffix.rpartition(".")[2] in _IMAGE_SUFFIXES]
+    suffixes = [suffix for suffix in parts if suffix.rpartition(".")[2] in IMAGE_SUFFIXES]
     return parts[min(suffixes, key=lambda suffix: suffix.count("."))] if suffixes else None
 
 
