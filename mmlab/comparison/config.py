@@ -27,6 +27,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from difflib import ndiff
 from inspect import formatannotation
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,14 @@ class RunConfig:
                 lines += ["", f"[{section.name}]"]
                 lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
         return "\n".join(lines) + "\n"
+
+
+def changed_options(path: Path, config: RunConfig) -> str:
+    """The lines of a run's configuration that are no more (`- lr = 0.1`) or are new (`+ lr = 0.2`); empty without the file."""
+    new = config.toml()
+    old = path.read_text("utf-8", errors="replace") if path.is_file() else new
+    lines = ndiff(old.splitlines(), new.splitlines())
+    return "; ".join(line for line in lines if line[0] in "+-" and line[2:])
 
 
 _OF_PAIRS = ("image", "tokenizer", "max_tokens", "cache_limit_gib")

@@ -12,14 +12,13 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
-from difflib import ndiff
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed, nn
 
-from mmlab.comparison.config import RunConfig, load_config
+from mmlab.comparison.config import RunConfig, changed_options, load_config
 from mmlab.comparison.options import LoaderOptions, names_of
 from mmlab.comparison.plan import LIMIT, plan_run
 from mmlab.comparison.preparation import (
@@ -272,11 +271,16 @@ class _Training:
 
     def train(self, start: Path | None) -> TrainingResult:
         """Train the epochs that remain, after the checkpoint `start` if one is given."""
-        trainer, num_epochs = self.trainer, self.config.trainer.num_epochs
+        trainer, num_epochs, changed = self.trainer, self.config.trainer.num_epochs, ""
         if start is not None:
-            restore(trainer, self._loader, start)
+            changed = changed_options(start.parents[1] / _CONFIG, self.config)
+            try:
+                restore(trainer, self._loader, start)
+            except (DataError, OptionError) as error:
+                told = f"; options of that run (-) and of this one (+): {changed}" if changed else ""
+                raise type(error)(f"{error}{told}") from error
         left = max(0, num_epochs - trainer.epoch)
-        self._begin(left)
+        self._begin(left, changed)
         # close the loader: a rank that exits with live workers waits for them until its launcher kills it
         try:
             with closing(self._loader):
@@ -312,26 +316,24 @@ class _Training:
             best_checkpoint=None if best is None else str(best),
         )
 
-    def _begin(self, left: int) -> None:
-        """Write the start event, a tokenizer if there is none, and the configuration if epochs are left."""
+    def _begin(self, left: int, changed: str) -> None:
+        """Write the start event, changed options, a tokenizer if there is none, and the configuration if epochs are left."""
         trainer, config, path = self.trainer, self.config, self.folder / _CONFIG
         self._run.step = trainer.step
         if self._run.rank == 0:
-            text = config.toml()
             if trainer.step and path.exists():
-                kept = path.read_text("utf-8", errors="replace")
-                lines = ndiff(kept.splitlines(), text.splitlines())
                 with suppress(tomllib.TOMLDecodeError):  # a damaged file
-                    seed = tomllib.loads(kept).get("trainer", {}).get("seed", 0)
+                    kept = tomllib.loads(path.read_text("utf-8", errors="replace"))
+                    seed = kept.get("trainer", {}).get("seed", 0)
                     if seed != config.trainer.seed:
                         raise OptionError(f"trainer.seed was {seed}, which held samples out: resume with it")
-                if left and (changes := "; ".join(line for line in lines if line[0] in "+-" and line[2:])):
-                    told = f"resumed with other options than before: {changes}"
-                    self._take(RunEvent.now("warning", trainer.step, {"message": told, "source": "training"}))
+            if left and changed:
+                told = f"resumed with other options than before: {changed}"
+                self._take(RunEvent.now("warning", trainer.step, {"message": told, "source": "training"}))
             if config.processor is None and not self._kept:
                 self._loader.dataset.tokenizer.save_pretrained(self.folder / _TOKENIZER)
             if left or not path.exists():
-                replace_file(path, text)
+                replace_file(path, config.toml())
         machine = describe_machine(str(trainer.device))
         values = {
             "run_name": config.name,

@@ -289,6 +289,11 @@ def test_a_run_says_what_it_found_and_goes_on_when_it_gets_more_epochs(
     assert warnings == [
         "resumed with other options than before: - lr = 0.001; - num_epochs = 1; + num_epochs = 2"
     ]
+    differs = r"- embed_dim = 16; \+ embed_dim = 24; \+ lr = 0.001"
+    with pytest.raises(DataError, match=rf"another model: .{{250,300}}; options of that run .*: {differs}$"):
+        train(
+            load_config(config, [*small, "model.embed_dim=24"]), runs=tmp_path, resume="auto", progress=False
+        )
     model, tokenizer = load_trained(tmp_path / "small")
     assert (model.training, len(tokenizer) > 4) == (False, True)
     assert_equal(model.state_dict(), read_checkpoint(str(more.best_checkpoint))["model"])

@@ -231,7 +231,7 @@ def restore(trainer: Any, loader: Any, path: Path) -> None:
     except (DataError, OptionError) as error:
         raise type(error)(f"{path}: {error}") from error
     except (RuntimeError, ValueError) as error:  # torch's errors for weights that do not match
-        raise DataError(f"{path} is of another model: {' '.join(str(error).split())}") from error
+        raise DataError(f"{path} is of another model: {' '.join(str(error).split()):.300}") from error
     except KeyError as error:
         raise DataError(f"{path} is of another version of mmlab: it has no {error}") from error
 
