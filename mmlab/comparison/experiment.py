@@ -106,6 +106,7 @@ def compare(
             "data": train_set.records.source,
             "num_train": len(train_set),
             "num_held_out": len(held_out_set),
+            "num_bad_rows": len(train_set.records.bad_rows),
             "budget_unit": COST.unit,
             "memory_limit_bytes": sized.limit_bytes,
             "time_model": time and {**time.held_out, "spread_ratio": time.spread_ratio},
@@ -159,7 +160,7 @@ def _data_sets(data: Any, options: ComparisonOptions, progress: bool) -> tuple[A
         of_pairs = ("image", "tokenizer", "augment", "adaptive")
         if given := [name for name in of_pairs if getattr(options, name) != getattr(default, name)]:
             raise OptionError(f"{', '.join(given)}: the processor makes the batches; leave that out")
-    names = ("processor", "image", "images", "tokenizer", "limit")
+    names = ("processor", "image", "images", "skip_bad_rows", "tokenizer", "limit")
     prepared = DataOptions(path="", **{name: getattr(options, name) for name in names})
     return make_datasets(data, prepared, ratios=options.ratios, seed=options.seed, progress=progress)
 

@@ -70,6 +70,7 @@ class ComparisonOptions(SamplingOptions):
     epochs: Annotated[int, "turns of every scheduler; each is one repetition of the timing"] = 3
     limit: Annotated[int | None, "use N pairs, drawn by the seed from every split (default: all)"] = None
     images: Annotated[str | None, "folder of the images, where they are not beside the data"] = None
+    skip_bad_rows: Annotated[bool, "leave out rows that cannot be used, with a warning"] = False
     image: Annotated[str, "square:SIDE or aspect:SIDE[:MULTIPLE]"] = "aspect:128"
     augment: Annotated[str, "random changes of images: none, crop, colour or randaugment"] = "none"
     model: Annotated[str, "preset of the fusion model; with processor, a vision-language model"] = "tiny"
@@ -104,6 +105,7 @@ class DataOptions(LoaderOptions):
     path: str
     image: str = "aspect:128"  # image policy in short form, see `parse_image_policy`
     images: str | None = None  # folder of the images, where they are not beside the data
+    skip_bad_rows: bool = False  # leave out rows that cannot be used, with a warning
     tokenizer: str = "builtin"
     processor: str | None = None  # name of the one that prepares conversations
     limit: int | None = None  # use so many samples, drawn by the seed from every split

@@ -93,7 +93,8 @@ def make_datasets(
     else:
         loaded, kind, read = named_processor(options.processor), Conversations, read_conversations
     if not isinstance(data, kind):
-        data = read(data, images=options.images, progress=progress)
+        errors = "report" if options.skip_bad_rows else "raise"
+        data = read(data, images=options.images, errors=errors, progress=progress)
     elif options.images is not None:
         raise OptionError("images= applies only to data given as a path; records have their own paths")
     train, held_out = hold_out(data.sample(options.limit, seed=seed), seed=seed)

@@ -190,6 +190,8 @@ class Comparison:
         limit, size, notes = self.config["limit"], self.config["batch_size"], []
         if limit is not None:
             notes.append(f"limit={limit}: pairs drawn by seed {self.config['seed']} from every split.")
+        if num_bad := self.config.get("num_bad_rows"):
+            notes.append(f"Rows that cannot be used, and are left out: {num_bad}.")
         if size > self.config["num_train"]:
             notes.append(f"batch_size {size} is more than the training pairs: no batch is that large.")
         return notes

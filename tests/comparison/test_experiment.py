@@ -617,6 +617,16 @@ def test_packed_plans_train_without_padding_within_their_budget(records):
     assert packed.final_loss == pytest.approx(padded.final_loss, rel=0.5)
 
 
+def test_rows_that_cannot_be_used_are_left_out_if_asked_for(records: Records) -> None:
+    rows = [{"image": record.image_path, "text": record.text} for record in records[:60]]
+    rows.append({"image": "gone.jpg", "text": "no such image"})
+    with pytest.raises(DataError, match=r"(?s)item 60: gone.jpg: file not found.*skip_bad_rows"):
+        compare(rows, ("random",), **SHORT)
+    with pytest.warns(UserWarning, match="1 of 61 rows cannot be used and are left out"):
+        found = compare(rows, ("random",), skip_bad_rows=True, **SHORT)
+    assert "Rows that cannot be used, and are left out: 1." in found.notes()
+
+
 def test_a_limit_keeps_the_split_to_hold_out_and_is_told(records: Records) -> None:
     found = compare(records, ("random",), **{**SMALL, "epochs": 1, "limit": 30, "batch_size": 60})
     assert 6 <= found.config["num_held_out"] < 12 < found.config["num_train"]

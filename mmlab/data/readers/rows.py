@@ -255,7 +255,7 @@ def report_bad_rows(
     listed = _listed(bad_rows)
     summary = f"{source}: {len(bad_rows)} of {num_rows} rows cannot be used"
     if errors == "raise" or len(bad_rows) == num_rows:
-        skip = f"Fix them, or skip them: {reader}(..., errors='report') returns the rest."
+        skip = f"Fix them, or skip them: by {reader}(..., errors='report'), in a run by its option skip_bad_rows."
         remedy = skip if errors == "raise" else "Nothing is left to read."
         raise DataError("\n".join([f"{summary}:", *listed, remedy]), bad_rows=bad_rows)
     warnings.warn(f"{summary} and are left out; they are in .bad_rows, first {bad_rows[0]}", stacklevel=4)
