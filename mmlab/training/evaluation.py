@@ -67,7 +67,7 @@ def evaluate(trainer: TrainerSetup, loader: Iterable[Batch], *, by_objective: bo
         DataError: no batch; or no pair, where the model gives embeddings.
         RunError: a sample does not fit by itself, or a batch whose loss compares samples does not fit.
     """
-    model, strategy = trainer.model.eval(), trainer.strategy
+    model, strategy = trainer.into_evaluation(), trainer.strategy
     each = trainer.objectives if by_objective and not isinstance(model, LossModel) else {}
 
     def measure_own() -> list[_Found]:
@@ -193,7 +193,7 @@ def nonfinite_samples(trainer: TrainerSetup, batches: Iterable[Batch]) -> list[s
 
     Leaves the model in evaluation mode: batch normalisation neither learns from these samples nor refuses a lone one.
     """
-    model = trainer.model.eval()
+    model = trainer.into_evaluation()
     ids = []
     for batch in batches:
         for row in range(len(batch)):

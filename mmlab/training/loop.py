@@ -115,7 +115,7 @@ class FusionTrainer(TrainerSetup):
                     learnt |= math.isfinite(values["loss"]) or self.options.on_nonfinite == "skip"
                     self._emit_event("step", values)
                     if eval_loader is not None and eval_every is not None and self.step % eval_every == 0:
-                        self._evaluate_midway(eval_loader)
+                        self._evaluate_in_fit(eval_loader, self.options.eval_batches)
                     if hasattr(loader, "observe"):
                         loader.observe(values)
                     stopping = should_stop()
@@ -227,7 +227,8 @@ class FusionTrainer(TrainerSetup):
         self.strategy.note(self.step, STEP)
         self.strategy.begin_step()
         if not self.model.training:
-            self.model.train()
+            for module in self.trained_modules or self.model.modules():
+                module.training = True
         lr = self.learning_rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -279,13 +280,6 @@ class FusionTrainer(TrainerSetup):
             waited_s = time.perf_counter() - started
             yield window, waited_s, predicted_cost(loader, self.epoch_batches, len(window))
             started = time.perf_counter()
-
-    def _evaluate_midway(self, loader: Iterable[Batch]) -> None:
-        """Evaluate between two steps, and put the modules back into the modes they had."""
-        training = [module for module in self.model.modules() if module.training]
-        self._evaluate_in_fit(loader, self.options.eval_batches)
-        for module in training:
-            module.training = True
 
     def _evaluate_in_fit(self, loader: Iterable[Batch], num_batches: int | None = None) -> StepValues:
         """Evaluate on the first batches or all, and emit the event."""

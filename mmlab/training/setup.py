@@ -94,6 +94,7 @@ class TrainerSetup:
         self._resumed_on_others = False
         self._stopping = threading.Event()
         self.taught = meanings_of(None)  # of the training's loader
+        self.trained_modules: list[nn.Module] = []  # in training mode before an evaluation; empty: all
 
     def _make_model(self, model: nn.Module, asked: Sequence[str] | Mapping[str, Objective]) -> None:
         options = self.options
@@ -252,6 +253,12 @@ class TrainerSetup:
             measured = evaluate(self, loader, by_objective=by_objective)
         measured |= {key_of(name, "loss"): mean for name, mean in measured.get("by_objective", {}).items()}
         return {"epoch": self.epoch, "eval_s": clock(self.device) - started, **measured}
+
+    def into_evaluation(self) -> nn.Module:
+        """The model in evaluation mode; the next step puts its modules back into the modes they had."""
+        if self.model.training:
+            self.trained_modules = [module for module in self.model.modules() if module.training]
+        return self.model.eval()
 
     def check_words(self, *batches: Batch) -> None:
         """Refuse token ids that the model does not know; on a GPU they would end the process."""

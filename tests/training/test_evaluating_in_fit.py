@@ -80,6 +80,16 @@ def test_with_and_without_evaluations_the_weights_are_bitwise_the_same(tmp_path,
     assert [event.values["num_samples"] for event in evaluations] == [midway, midway, midway, 9]
 
 
+def test_a_part_held_in_evaluation_mode_is_so_in_every_epoch():
+    trainer = make_trainer()
+    trainer.model.image_encoder.eval()
+    trainer.fit(BATCHES[:1], eval_loader=HELD_OUT)
+    trainer.train_step(BATCHES[1:2])
+    assert trainer.model.training
+    assert trainer.model.text_encoder.training
+    assert not any(module.training for module in trainer.model.image_encoder.modules())
+
+
 def test_a_run_resumed_in_mid_epoch_is_bitwise_the_same(tmp_path):
     def trainer() -> FusionTrainer:
         weighting = make_weighting("trend", ["contrastive", "matching"], interval=2, smoothing=0.5)
