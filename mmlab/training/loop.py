@@ -32,7 +32,7 @@ from mmlab.runs.control import Control
 from mmlab.training.checkpoint.keeping import Checkpoints
 from mmlab.training.evaluation import meanings_of
 from mmlab.training.losses.base import LossTerms
-from mmlab.training.losses.names import refuse_bare
+from mmlab.training.losses.names import OWN, refuse_bare
 from mmlab.training.randomness import RandomStream
 from mmlab.training.setup import TrainerSetup
 from mmlab.training.split import Window
@@ -213,7 +213,8 @@ class FusionTrainer(TrainerSetup):
 
     def loss(self, output: Any, batch: Batch, number: int, terms: LossTerms) -> Tensor:
         """The micro-batch's share of the window's loss."""
-        self.seed(number)
+        if OWN not in self.objectives:  # which draws nothing, and whose parts must not all draw the same
+            self.seed(number)
         with self.precision.autocast():
             return terms.add({name: goal(output, batch) for name, goal in self.goals.items()})
 

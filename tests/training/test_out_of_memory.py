@@ -278,6 +278,26 @@ def test_a_held_out_sample_that_does_not_fit_is_named():
         trainer.evaluate([batch])
 
 
+class Noisy(nn.Module):
+    """Has a loss of its own and dropout; two samples do not fit."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.noise = nn.Linear(3, 64), []
+
+    def forward(self, pixel_values):
+        if len(pixel_values) > 1:
+            raise torch.OutOfMemoryError("simulated")
+        self.noise.append(nn.functional.dropout(torch.ones(64)))
+        return {"loss": (self.head(pixel_values.mean((2, 3))) * self.noise[-1]).mean()}
+
+
+def test_every_part_of_a_models_own_loss_has_draws_of_its_own():
+    model = Noisy()
+    FusionTrainer(model, device="cpu").train_step([make_batch([(4, 16, 16)] * 4)])
+    assert len(model.noise) == len({tuple(noise.tolist()) for noise in model.noise}) == 4
+
+
 class Plain(nn.Module):
     """Returns an object that is neither a dataclass nor a tuple; a large batch does not fit."""
 
