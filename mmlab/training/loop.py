@@ -176,7 +176,7 @@ class FusionTrainer(TrainerSetup):
                 self._parts,
                 self.options.max_grad_norm,
                 norms_of=self.strategy.part_norms,
-                retry=self._retry,
+                retry=self.retry,
             )
         if means and (not math.isfinite(loss) or (result.skipped and not self.precision.scales)):
             self._not_finite(window, means, result)
@@ -227,6 +227,7 @@ class FusionTrainer(TrainerSetup):
         """Put the model into training mode and set the learning rate, which is returned."""
         self.strategy.note(self.step, STEP)
         self.strategy.begin_step()
+        self.model.zero_grad(set_to_none=True)  # a step that failed may have left its gradient
         if not self.model.training:
             for module in self.trained_modules or self.model.modules():
                 module.training = True
@@ -250,7 +251,7 @@ class FusionTrainer(TrainerSetup):
             alone = window.weighted({each: float(each == name) for each in self.objectives})
             means = self._gradient(alone)
             if name in means:  # else it has no gradient, which is not the same as a small one
-                total = math.hypot(*self.strategy.part_norms(self._parts).values())
+                total = math.hypot(*self.retry(lambda: self.strategy.part_norms(self._parts)).values())
                 norms[name] = total / self.precision.scaler.get_scale()
             alone.reset()
         return norms

@@ -140,6 +140,8 @@ class Precision:
             retry: calls the function it is given, and again if memory ran out.
         """
         loss_scale = self.scaler.get_scale()
+        # before the gradients are unscaled, which cannot be done again if this fails
+        retry(lambda: make_state(optimizer))
         if self.scales and any(weight.grad is not None for weights in parts.values() for weight in weights):
             retry(lambda: self.scaler.unscale_(optimizer))
         norms = retry(lambda: (norms_of or part_norms)(parts))
@@ -149,7 +151,6 @@ class Precision:
         finite = math.isfinite(grad_norm)
         if finite:
             _clip(parts, norms, grad_norm, max_grad_norm)
-            retry(lambda: make_state(optimizer))
             # the scaler checks the elements: a norm can overflow although they do not
             retry(lambda: self.scaler.step(optimizer) if self.scales else optimizer.step())
         if self.scales:
@@ -174,10 +175,7 @@ def own_share(gradient: Tensor) -> Tensor:
 
 def gradients_of(parts: Parts) -> dict[str, list[Tensor]]:
     """The gradients of each part that has any."""
-    found = {
-        name: [gradient for weight in weights if (gradient := weight.grad) is not None]
-        for name, weights in parts.items()
-    }
+    found = {name: [one.grad for one in weights if one.grad is not None] for name, weights in parts.items()}
     return {name: gradients for name, gradients in found.items() if gradients}
 
 

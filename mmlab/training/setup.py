@@ -160,7 +160,8 @@ class TrainerSetup:
             raise RunError(f"{message}; fix or remove them, lower lr, or use on_nonfinite='skip'")
         self._emit_event("warning", {"message": message, "source": "trainer"})
 
-    def _retry(self, work: Callable[[], Result]) -> Result:
+    def retry(self, work: Callable[[], Result]) -> Result:
+        """What `work`, which can be called again, returns; see `retried`."""
         return retried(work, self.device, lambda failure: self.ran_out("step", failure, 1))
 
     def ran_out(self, phase: str, failure: str, num_parts: int) -> None:

@@ -78,7 +78,7 @@ class Window:
 
     def _begin(self) -> None:
         self.num_parts = [1] * len(self.batches)
-        self._statistics = [buffer.clone() for buffer in self.trainer.statistics]
+        self._statistics = self.trainer.retry(lambda: [buffer.clone() for buffer in self.trainer.statistics])
         self._number = 1  # of the current micro-batch
         self._rows = slice(0, 0)  # of the current part
 

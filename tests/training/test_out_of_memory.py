@@ -19,6 +19,7 @@ from mmlab.runs.events import RunEvent
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.contrastive import Contrastive, Matching
 from mmlab.training.losses.masked_language import MaskedLanguage
+from mmlab.training.weighting import make_weighting
 from tests.batches import make_batch
 from tests.ranks import run_ranks
 
@@ -233,17 +234,21 @@ def test_out_of_memory_is_an_event_with_its_phase():
     assert "was chosen to fail" in event.values["operation"]
 
 
-def test_running_statistics_see_each_part_once():
+# while the statistics are copied, and in the forward pass
+@pytest.mark.parametrize(("fail_at", "num_parts"), [(0, 1), (300, 2)])
+def test_running_statistics_see_each_part_once(fail_at, num_parts):
     torch.manual_seed(0)
     options = {"text_dim": 32, "text_depth": 1, "hidden_dim": 32, "embed_dim": 16, "head_dim": 16}
     model = build_model("resnet18", vocab_size=50, **options)
     device = VirtualDevice()
     trainer = FusionTrainer(model, device="cpu", live=device)
     batch = make_batch([(4, 32, 32)] * 4)
-    device.fail_at = 300
+    device.fail_at = fail_at
     trainer.train_step([batch])
     assert trainer.num_out_of_memory == 1
-    assert {int(value) for name, value in model.state_dict().items() if "num_batches_tracked" in name} == {2}
+    assert {int(value) for name, value in model.state_dict().items() if "num_batches_tracked" in name} == {
+        num_parts
+    }
 
 
 def test_an_evaluation_that_does_not_fit_is_done_in_halves_with_the_same_result():
@@ -296,6 +301,40 @@ def test_every_part_of_a_models_own_loss_has_draws_of_its_own():
     model = Noisy()
     FusionTrainer(model, device="cpu").train_step([make_batch([(4, 16, 16)] * 4)])
     assert len(model.noise) == len({tuple(noise.tolist()) for noise in model.noise}) == 4
+
+
+def test_gradient_norms_of_objectives_that_do_not_fit_are_computed_again(monkeypatch):
+    weighting = make_weighting("gradnorm", ["contrastive", "matching"], interval=1)
+    trainer = make_trainer(weighting=weighting)
+    part_norms, calls = trainer.strategy.part_norms, []
+
+    def scarce(parts):
+        calls.append(parts)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("simulated")
+        return part_norms(parts)
+
+    monkeypatch.setattr(trainer.strategy, "part_norms", scarce)
+    assert trainer.train_step(window(1))["num_out_of_memory"] == 1
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_whose_update_did_not_fit_leaves_nothing_to_the_next(precision, monkeypatch):
+    first, second = window()
+    trainer, fresh = make_trainer(precision=precision), make_trainer(precision=precision)
+    trainer.precision.scaler._init_scale = fresh.precision.scaler._init_scale = 64.0  # fp16 does not overflow
+
+    def scarce(optimizer):
+        raise torch.OutOfMemoryError("simulated")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mmlab.training.precision.make_state", scarce)
+        with pytest.raises(RunError, match="out of memory 3 times"):
+            trainer.train_step([first])
+    found, _ = gradient(trainer, [second])
+    expected, _ = gradient(fresh, [second])
+    assert relative(found, expected) <= 1e-6
 
 
 class Plain(nn.Module):
