@@ -143,9 +143,10 @@ def hold_out(records: Rows, *, seed: int = 0) -> tuple[Rows, Rows]:
     return sides
 
 
-def held_out_loader(dataset: Any, scheduler: str = "sorted") -> PlannedLoader:
-    """A loader of held-out batches, which decodes in the caller's thread."""
-    return PlannedLoader(dataset, make_scheduler(scheduler, batch_size=EVAL_BATCH_SIZE), num_workers=0)
+def held_out_loader(dataset: Any, scheduler: str = "sorted", **options: Any) -> PlannedLoader:
+    """A loader of held-out batches, which decodes in the caller's thread; the other options are those of the loader."""
+    planner = make_scheduler(scheduler, batch_size=EVAL_BATCH_SIZE)
+    return PlannedLoader(dataset, planner, **options | {"num_workers": 0})
 
 
 def make_model(options: Mapping[str, Any], dataset: Any, *, seed: int) -> nn.Module:

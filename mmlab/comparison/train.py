@@ -222,17 +222,13 @@ class _Training:
             world_size=world_size, progress=not bar.disable,
         )  # fmt: skip
         bar.unpause()  # the time left is that of training
-        self._loader = PlannedLoader(
-            train_set,
-            planner,
-            device=None if device == "cpu" else device,
-            augment=config.augment,
-            emit=self._take,
-            **{name: getattr(data, name) for name in names_of(LoaderOptions)},
-        )
+        loading: Any = {name: getattr(data, name) for name in names_of(LoaderOptions)} | {"emit": self._take}
+        place = None if device == "cpu" else device
+        self._loader = PlannedLoader(train_set, planner, device=place, augment=config.augment, **loading)
         self._loader.weights = weights
         # evaluation in mid-epoch takes the first batches only: random ones are a fair sample, sorted ones not
-        self._held_out = held_out_loader(held_out_set, "random" if options.eval_batches else "sorted")
+        order = "random" if options.eval_batches else "sorted"
+        self._held_out = held_out_loader(held_out_set, order, **loading)
         self.trainer = FusionTrainer(
             packed_if_planned(model, self._loader.plan, train_set),
             options,

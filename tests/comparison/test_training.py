@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -105,6 +106,25 @@ def assert_equal(found: object, expected: object) -> None:
         assert torch.equal(found, expected)
     else:
         assert found == expected
+
+
+def test_a_held_out_image_that_cannot_be_read_is_left_out_as_in_training(
+    tmp_path: Path, scenes: Path
+) -> None:
+    folder = tmp_path / "scenes"
+    shutil.copytree(scenes.parent, folder)
+    records = read_records(folder / scenes.name, progress=False)
+    held_out = [row for row, split in enumerate(records.splits) if split == "val"]
+    image = Path(records.image_paths[held_out[0]])
+    image.write_bytes(image.read_bytes()[: image.stat().st_size // 2])
+    config = CONFIG.replace("num_workers = 2", 'num_workers = 2\non_bad_sample = "skip"')
+    config = config.replace("fp16", "fp32").replace("num_epochs = 3", "num_epochs = 1")
+    (tmp_path / "skip.toml").write_text(config.format(name="skip", scenes=folder / scenes.name))
+    result = train(tmp_path / "skip.toml", runs=tmp_path, progress=False)
+    assert (result.status, result.evaluation["num_samples"]) == ("done", len(held_out) - 3)
+    events, _ = read_events(Path(result.folder) / "events-rank0.jsonl")
+    told = {event.values["record_id"] for event in events if event.kind == "bad_sample"}
+    assert told == {records.ids[row] for row in held_out if records.image_paths[row] == str(image)}
 
 
 @pytest.mark.parametrize(
