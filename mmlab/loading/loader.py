@@ -70,6 +70,9 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         emit: takes each `RunEvent` (`stage`, `bad_sample`, `warning`), for example `RunLog(folder).emit`. Without it,
             bad samples and dead workers are Python warnings.
 
+    Attributes:
+        num_done: batches of the epoch that were delivered, or of which no sample could be read.
+
     Raises:
         OptionError: an unknown backend, policy or device, a number out of range, or a data set without `sizes`.
     """
@@ -130,7 +133,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         self.epoch = epoch
         plan = self.scheduler.plan(self._loader.sizes, epoch=epoch) if plan is None else plan
         self.plan = self._share(plan)
-        self._num_before = self._num_done = num_before  # done: delivered, or with nothing to deliver
+        self._num_before = self.num_done = num_before
         self._num_bad = 0  # bad samples of the epoch, those before a resume included
         self._place: Mapping[str, Any] | None = None  # of the plan's iterator after the last batch done
         self._goes_on = False  # the next iteration begins at that place
@@ -143,7 +146,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
     @property
     def start_batch(self) -> int:
         """How many batches of the epoch the next iteration leaves out, because a loaded state says they are done."""
-        return self._num_done if self._goes_on else 0
+        return self.num_done if self._goes_on else 0
 
     def set_epoch(self, epoch: int) -> None:
         """Plan the given epoch; takes effect at the next iteration."""
@@ -179,8 +182,8 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the epoch after the last batch delivered; a few integers, for `load_state_dict`."""
-        state: Any = {"epoch": self.epoch, "num_batches": self._num_done, "num_bad_samples": self._num_bad}
-        state |= self._identity | {"num_left": len(self) - self._num_done, "num_before": self._num_before}
+        state: Any = {"epoch": self.epoch, "num_batches": self.num_done, "num_bad_samples": self._num_bad}
+        state |= self._identity | {"num_left": len(self) - self.num_done, "num_before": self._num_before}
         if self._place is not None:
             state["plan"] = self._place
         if hasattr(self.scheduler, "state_dict"):
@@ -232,7 +235,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
             place, num_batches = None, len(self)  # the epoch is over, however many batches it would have now
             told = "the samples or their sizes are not those of the saved state: what is held out of them now may have been trained on"
             warn(self._emit, told, source="loader")
-        self._num_done, self._num_bad = num_batches, state["num_bad_samples"]
+        self.num_done, self._num_bad = num_batches, state["num_bad_samples"]
         self._place, self._goes_on = place, True
 
     @cached_property
@@ -294,7 +297,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         num_samples = len(loaded.request.rows)
         self._backend.meter.deliver(num_samples, wait_s, loaded.num_hits)
         self._take_bad_samples(loaded)
-        self._num_done, self._place = loaded.request.number + 1, loaded.request.place
+        self.num_done, self._place = loaded.request.number + 1, loaded.request.place
         self._report_stages(min_s=_REPORT_S)
         if self._tuner is not None and (setting := self._tuner.observe(num_samples, wait_s)):
             self._backend.resize(setting)
@@ -306,7 +309,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
             self._begin(self.epoch, None if self._num_before else self.plan)
         self._goes_on, self.bad_samples = False, []
         batches: Any = iter(self.plan)
-        number, epoch = self._num_done, self.epoch
+        number, epoch = self.num_done, self.epoch
         if number > self._num_before:  # resumed from a state of this same plan
             if self._place is None:
                 batches = iter(self.plan.skip(number - self._num_before))

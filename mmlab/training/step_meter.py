@@ -129,11 +129,13 @@ def predicted_cost(loader: Any, start: int, num_batches: int) -> dict[str, float
     """`predicted_cost` of a window: the tokens and patches that the loader's plan expects; empty without a plan.
 
     Args:
-        start: number of batches of the epoch that are done.
+        start: number of batches that were done before; a loader that has `num_done` knows better, as it may leave out
+            batches that it cannot read.
     """
     plan = getattr(loader, "plan", None)
     if not isinstance(plan, BatchPlan):
         return {}
+    start = getattr(loader, "num_done", start + num_batches) - num_batches
     start -= len(loader) - len(plan)  # after a resume the plan is that of the rest
     return {"predicted_cost": float(plan_costs(plan)[start : start + num_batches].sum())}
 

@@ -18,8 +18,10 @@ from mmlab.errors import DataError, OptionError, RunError
 from mmlab.loading.cache.build import build_cache
 from mmlab.loading.cache.key import cache_key
 from mmlab.loading.cache.store import SampleCache
+from mmlab.model.presets import build_model
 from mmlab.runs.events import RunEvent, RunLog, read_events
 from mmlab.schedule.schedulers import make_scheduler
+from mmlab.training.loop import FusionTrainer
 from mmlab.types import Aspect
 from tests.loading.loaders import BACKENDS, make_loader
 
@@ -128,6 +130,20 @@ def test_a_batch_of_nothing_but_bad_samples_is_left_out(broken: MultimodalDatase
     )
     assert len(list(loader)) == len(broken) - 9
     assert loader.state_dict()["num_batches"] == len(broken)
+
+
+def test_steps_after_a_batch_that_was_left_out_have_the_predictions_of_their_own_batches(
+    broken: MultimodalDataset,
+) -> None:
+    dataset = MultimodalDataset(broken.records.select(range(24)), image_policy=broken.image_policy)
+    scheduler = make_scheduler("sorted", batch_size=1)
+    loader = make_loader(dataset, "here", scheduler=scheduler, on_bad_sample="skip", emit=lambda event: None)
+    small = {"image_dim": 32, "image_depth": 1, "text_dim": 32, "text_depth": 1, "hidden_dim": 32}
+    model = build_model("tiny", vocab_size=len(dataset.tokenizer), **small)
+    steps = FusionTrainer(model, device="cpu", objectives=["matching"]).fit(loader)
+    assert 0 < len(steps) < 24
+    for step in steps:
+        assert step["predicted_cost"] == step["padded_tokens"] + step["padded_patches"]
 
 
 def test_an_unknown_policy_is_named(dataset: MultimodalDataset) -> None:
