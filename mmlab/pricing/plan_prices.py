@@ -43,14 +43,15 @@ class PlanPrices:
     def figures(self, plan: BatchPlan, num_ranks: int = 1) -> dict[str, float | None]:
         """`epoch_s`, `peak_bytes` and, given a price, `epoch_price` of all ranks in its currency.
 
-        A packed plan has no `peak_bytes`, unless packs were measured.
+        A packed plan has no `peak_bytes`, unless packs were measured. A plan without a single step has no `epoch_s`, as one
+        of batches of one image under a contrastive loss.
         """
         memory, time = prices_of(plan, self.memory, self.time, self.packs)
-        epoch_s = time.epoch_s(plan, num_ranks=num_ranks)
+        epoch_s = time.epoch_s(plan, num_ranks=num_ranks) or None
         peak_bytes = None if memory is None else float(plan.costs(memory).max())
         found: dict[str, float | None] = {"epoch_s": epoch_s, "peak_bytes": peak_bytes}
         if self.price_per_hour is not None:
-            found["epoch_price"] = epoch_s / 3600 * self.price_per_hour * num_ranks
+            found["epoch_price"] = epoch_s and epoch_s / 3600 * self.price_per_hour * num_ranks
         return found
 
     def __str__(self) -> str:

@@ -219,8 +219,8 @@ def probe_shapes(sizes: SampleSizes, num: int, cost: CostModel, budget: float) -
             return np.array(shapes)
     needed = cost(BatchShape(2, int(sizes.num_tokens.max()), *images.max(axis=0).tolist()))
     raise OptionError(
-        f"two samples can cost {needed:.0f} {cost.unit}, and the budget is {budget:.0f}; "
-        "give a budget that holds two of the largest"
+        f"two samples can cost {needed:.0f} {cost.unit}, and a batch may cost {budget:.0f}; "
+        "give a budget (or memory_gb) that holds two of the largest, or more images"
     )
 
 

@@ -48,9 +48,9 @@ _OVER_EPOCHS: dict[str, _Summary] = {
 _PRICES: dict[str, _Summary] = {"epoch_s": fmean, "peak_bytes": max, "epoch_price": fmean}
 Prices = Callable[["BatchPlan", int], Mapping[str, float | None]]  # of a plan shared by this many ranks
 _LEGEND = (  # each entry begins with a figure's name, or with the end of one
-    "waste: share of the padded batch that is padding; peak_over_budget: costliest batch / budget; straggler: time lost to "
-    "the slowest rank; randomness: 0 same batches every epoch, 1 new ones; collision_ratio: samples beside another of "
-    "their image; coverage: samples seen; epoch_s: seconds of an epoch; peak_bytes: of the costliest batch"
+    "waste: share of the padded batch that is padding; peak_over_budget: costliest batch / budget; straggler: time lost to the "
+    "slowest rank; randomness: 0 same batches every epoch, 1 new ones; collision_ratio: samples beside another of their image; "
+    "coverage: samples seen; epoch_s: seconds of an epoch, - if no batch has two images; peak_bytes: of the costliest batch"
 )
 
 

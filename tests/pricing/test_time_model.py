@@ -19,6 +19,7 @@ from mmlab.model.presets import build_model
 from mmlab.pricing import timing
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.memory import MemoryModel
+from mmlab.pricing.plan_prices import PlanPrices
 from mmlab.pricing.time_model import TIME_EXPONENTS, TimeModel, fit_polynomial, fit_seconds
 from mmlab.pricing.timing import (
     fit_time,
@@ -30,6 +31,7 @@ from mmlab.pricing.timing import (
 )
 from mmlab.schedule.cost import FREE, MaxPolynomial, PaddedTokens, batch_costs
 from mmlab.schedule.plan import BatchPlan
+from mmlab.schedule.preview import preview
 from mmlab.schedule.schedulers import make_scheduler
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.noise import noise_batch, noise_sample
@@ -172,7 +174,8 @@ def test_steps_that_take_far_longer_than_allowed_are_left_to_extrapolation(monke
 
 def test_a_budget_below_two_of_the_largest_samples_is_refused():
     with pytest.raises(
-        OptionError, match=r"two samples can cost \d+ padded tokens, and the budget is 20; give a"
+        OptionError,
+        match=r"two samples can cost \d+ padded tokens, and a batch may cost 20; give a budget \(or memory_gb\)",
     ):
         probe_shapes(SIZES, 8, PaddedTokens(), 20)
 
@@ -289,6 +292,25 @@ def test_a_batch_of_one_image_takes_no_step_where_the_loss_is_contrastive_alone(
         ]
         trainer.train_step([collate(samples)])
     assert len(calls) == 2
+
+
+def test_a_plan_without_a_step_has_no_seconds_and_is_not_called_the_fastest():
+    """Three images, each alone in its batch under `sorted`: nothing is trained, which is not fast."""
+    sizes = SampleSizes(num_tokens=[9] * 3, height=[64] * 3, width=[48] * 3, group=[0, 1, 2])
+    prices = PlanPrices(
+        memory=MemoryModel(rows=replace(TRUE, unit="bytes"), fingerprint="0123", conditions={}),
+        time=replace(MODEL, conditions={"objectives": "contrastive"}),
+        limit_bytes=1.0,
+        price_per_hour=2.0,
+    )
+    planners = {name: make_scheduler(name, batch_size=size) for name, size in (("random", 3), ("sorted", 1))}
+    found = preview(sizes, planners, prices=prices.figures)
+    assert found.figures["sorted"]["epoch_s"] is None
+    assert found.figures["sorted"]["epoch_price"] is None
+    epoch_s = found.figures["random"]["epoch_s"]
+    assert epoch_s == pytest.approx(MODEL(BatchShape(3, 9, 64, 48)))
+    assert found.figures["random"]["epoch_price"] == pytest.approx(epoch_s / 3600 * 2.0)
+    assert found.headline == ""
 
 
 def test_a_packed_plan_counts_samples_without_padding():
@@ -410,7 +432,7 @@ def test_the_least_number_of_probes_is_that_of_the_terms() -> None:
         ({"repeats": 0}, "repeats must be at least 1, found 0"),
         ({"budget": math.inf}, "budget must be finite, found inf"),  # its batches would never be small enough
         ({"budget": math.nan}, "budget must be above 0, found nan"),
-        ({"budget": 10}, "give a budget that holds two of the largest"),
+        ({"budget": 10}, "that holds two of the largest"),
     ],
 )
 def test_what_no_fit_can_be_made_of_is_refused(options: dict[str, Any], message: str) -> None:
