@@ -28,9 +28,9 @@ def draw_comparison(comparison: Comparison) -> Figure:
     data = Path(*Path(config["data"]).parts[-2:])  # short enough for a heading
     figure.suptitle(as_label(fill(f"{comparison.headline} ({data})", 110)), fontsize=13)
     colours = colours_of(table.index)
-    key, scale, limit, unit = "predicted_cost", 1.0, config["budget"], config["budget_unit"]
+    keys, scale, limit, unit = ["padded_tokens", "padded_patches"], 1.0, config["budget"], "padded tokens"
     if limit is None:  # memory is what is limited
-        key, scale, limit, unit = "predicted_bytes", 2.0**20, config["memory_limit_bytes"], "predicted MiB"
+        keys, scale, limit, unit = ["predicted_bytes"], 2.0**20, config["memory_limit_bytes"], "predicted MiB"
     (waste, throughput, time), (memory, costs, loss) = figure.subplots(2, 3)
     draw_waste(waste, comparison.table[list(WASTES)])
     planned = 100 * table["planned_combined_waste"]
@@ -49,8 +49,8 @@ def draw_comparison(comparison: Comparison) -> Figure:
         colour, speeds, losses = colours[name], epochs["samples_per_s"], epochs["held_out_loss"]
         throughput.plot([index] * len(speeds), speeds, "o", color="black", ms=3)
         loss.plot(range(1, len(losses) + 1), losses, marker="o", ms=4, color=colour, label=name)
-        if key in steps:
-            found = (steps.loc[steps["run"] == arm.scheduler, key] / scale).dropna().tolist()
+        if {*keys} <= {*steps}:
+            found = (steps.loc[steps["run"] == arm.scheduler, keys].dropna().sum(axis=1) / scale).tolist()
             spread = [index + 0.5 * (place / max(1, len(found) - 1) - 0.5) for place in range(len(found))]
             costs.plot(spread, found, ".", color=colour, ms=4, alpha=0.7)
     if limit is not None:

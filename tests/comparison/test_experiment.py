@@ -424,6 +424,19 @@ def test_the_figure_has_the_schedulers_in_their_order_and_colours(comparison: Co
     assert list(drawn.items()) == [*colours_of(["budget", "random"]).items()]
 
 
+def test_the_figure_draws_batches_in_the_unit_of_their_limit_also_where_seconds_were_predicted(
+    records: Records, tmp_path: Path
+) -> None:
+    found = compare(records, ("random", "fastest"), out=tmp_path, **SHORT)
+    costs = found.figure().axes[4]
+    assert costs.get_ylabel() == "padded tokens"
+    for arm, line in zip(found.arms, costs.lines, strict=False):
+        steps = found.steps[found.steps["run"] == arm.scheduler]
+        drawn = steps["padded_tokens"] + steps["padded_patches"]
+        assert line.get_ydata().tolist() == drawn.tolist()
+        assert drawn.max() / found.config["budget"] == pytest.approx(arm.peak_over_budget)
+
+
 def test_each_run_has_a_start_with_what_is_to_come_device_readings_and_an_end(comparison: Comparison) -> None:
     assert comparison.folder is not None
     events = read_runs(comparison.folder / "runs")
