@@ -88,8 +88,8 @@ class EqualMemory:
         return PaddedTokens(self.memory.patch)
 
     def _scheduler(self, name: str, **values: Any) -> Scheduler:
-        """A scheduler with those of the options and `values` that it has."""
-        return scheduler_among(name, {**self.options, **values})
+        """A scheduler with those of the options and `values` that it has; its batches may fill the limit."""
+        return scheduler_among(name, {**self.options, "target_ratio": 1.0, **values})
 
     def _make(self, name: str, size: int, time: CostModel | None = None) -> Scheduler:
         """A scheduler with `size` samples, or padded tokens, a batch."""

@@ -297,6 +297,9 @@ def test_a_scheduler_that_cannot_keep_within_the_limit_is_named() -> None:
         equal.schedulers(["budget"], random, 1.02 * alone, time=None)
     budget = equal.schedulers(["budget"], random, 64 * alone, time=None)["budget"]
     assert budget.plan(sizes).costs(memory).max() <= 64 * alone
+    # without a margin of its own, which the others do not have
+    own = equal.schedulers(["memory"], random, 1.01 * alone, time=None)["memory"]
+    assert alone <= own.plan(sizes).costs(memory).max() <= 1.01 * alone
 
 
 def test_a_budget_in_tokens_takes_the_place_of_equal_memory(records: Records) -> None:
