@@ -27,7 +27,7 @@ from mmlab.pricing.trace import StepTracer
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.types import PATCH, CostModel, SampleSizes
 
-_NUM_PROBES, _NUM_HELD_OUT = 12, 4
+_NUM_PROBES, _NUM_SHAPES = 12, 16  # the shapes that are fitted come first, the rest are held out
 
 
 def predict_time(
@@ -68,20 +68,21 @@ def predict_time(
     device = find_device(device) if isinstance(device, str) else device
     precision = setting.get("precision", "fp32")
     device.check_precision(precision)
-    number = _NUM_PROBES + _NUM_HELD_OUT
     if dataset is None:
         batches, patch = None, patch_of(model)
-        shapes = probe_shapes(sizes, number, cost or PaddedTokens(patch), budget)
+        shapes = probe_shapes(sizes, _NUM_SHAPES, cost or PaddedTokens(patch), budget)
     else:
         batches, patch = ProbeBatches(dataset), PATCH
-        shapes = batches.spread(number)
+        shapes = batches.spread(_NUM_SHAPES)
     tracer = StepTracer(model, batches=batches, device=device.kind, **setting)
     bar = progress_bar(shapes.tolist(), f"predicting {device.name}", unit="step", show=progress)
     seconds = np.array([device.seconds(tracer(shape), precision) for shape in bar])
     rows = fit_polynomial(shapes[:_NUM_PROBES], seconds[:_NUM_PROBES], patch=patch)
+    # a model with a loss of its own has no other objective
+    about = {**tracer.setting.conditions, "objectives": " + ".join(tracer.objectives)}
     return TimeModel(
         rows=rows,
         fingerprint=fingerprint(model),
-        conditions={**tracer.setting.conditions, "method": "predicted, not measured", "device": device.name},
+        conditions={**about, "method": "predicted, not measured", "device": device.name},
         held_out=held_out_errors(batch_costs(rows, shapes[_NUM_PROBES:]), seconds[_NUM_PROBES:]),
     )

@@ -14,10 +14,11 @@ from mmlab.pricing.roofline import predict_time
 from mmlab.pricing.timing import probe_shapes
 from mmlab.pricing.trace import StepTracer
 from mmlab.pricing.work import NOTHING, Work, work_of
-from mmlab.schedule.cost import PaddedTokens
+from mmlab.schedule.cost import PaddedTokens, batch_costs
+from mmlab.schedule.plan import BatchPlan
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.noise import noise_batch
-from mmlab.types import BatchShape, aspect
+from mmlab.types import BatchShape, aspect, square
 from tests.pricing.priced_models import MODELS
 
 ATEN = torch.ops.aten
@@ -132,6 +133,13 @@ def test_every_device_states_its_source_and_has_sound_rates():
 def test_a_precision_that_a_device_lacks_is_refused():
     with pytest.raises(OptionError, match="T4 does not support bf16, only fp32, fp16"):
         predict_time(MODELS["tiny"](), SIZES, "T4", precision="bf16")
+
+
+def test_a_model_with_a_loss_of_its_own_takes_a_step_also_on_a_batch_of_one_sample():
+    sizes = draw_sizes(20).resized(square(64))
+    time = predict_time(MODELS["clip"](), sizes, "A100", progress=False)
+    plan = BatchPlan.from_batches([[0], [1, 2]], sizes)
+    assert time.batch_s(plan) == pytest.approx(batch_costs(time, plan.shape_columns))
 
 
 def test_seconds_on_a_named_device_are_a_prediction_and_say_so():
