@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MAX_EXPLORED = 16_384  # samples planned at each update; more would take too long
 _NUM_EPOCHS = 2  # planned with each scheduler, of which the first is drawn
-_PER_CENT = ("text_waste", "image_waste", "combined_waste", "straggler")
+_SHARES: list[Any] = ["text_waste", "image_waste", "combined_waste", "straggler"]
 
 
 class PlanExplorer(Panel):
@@ -105,11 +105,10 @@ class PlanExplorer(Panel):
             prices=keep,
         )
         plans = dict(zip(found.figures, planned[::_NUM_EPOCHS], strict=True))
-        table = found.table[["num_batches", *_PER_CENT, "peak_over_budget", "randomness"]]
-        shares = table.columns[1:-2]
-        style = table.style.format("{:.2f}").format("{:.0f}", ["num_batches"]).format("{:.1%}", shares)
+        table = found.table[["num_batches", *_SHARES, "peak_over_budget", "randomness"]]
+        style = table.style.format("{:.2f}").format("{:.0f}", ["num_batches"]).format("{:.1%}", _SHARES)
         style = style.format_index(lambda name: str(name).replace("_", " "), axis="columns")
-        style = style.bar(shares, vmin=0, vmax=1, color="#E69F0080", width=80)
+        style = style.bar(_SHARES, vmin=0, vmax=1, color="#E69F0080", width=80)
         style = style.bar(["randomness"], vmin=0, vmax=1, color="#56B4E980", width=80)
         head = f"Budget {found.budget:.0f} padded tokens a batch; means of {_NUM_EPOCHS} epochs, pictures of the first."
         if not plans:

@@ -173,23 +173,27 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     found = {run.name: (run, speeds) for run in runs if (speeds := _of_epochs(run)[0].tolist())}
     if len(found) < 2:
         return ""
-    ranked = sorted(found, key=lambda name: -float(np.median(found[name][1])))
-    best, rival = ranked[0], "random" if "random" in found else next(iter(found))
-    place = "the next fastest, " if rival == best and len(found) > 2 else ""
-    rival = ranked[1] if rival == best else rival
-    num_epochs = min(len(found[name][1]) for name in (best, rival))
-    fast, slow = (np.array(found[name][1][:num_epochs]) for name in (best, rival))
+
+    def paired(one: str, other: str) -> NDArray[np.float64]:
+        """(2, E) samples/s of two runs in the epochs that both have finished."""
+        return np.array([*zip(found[one][1], found[other][1], strict=False)]).T
+
+    rival = "random" if "random" in found else next(iter(found))
+    ranked = sorted(found, key=lambda name: np.divide(*np.median(paired(rival, name), axis=1)))
+    place = "the next fastest, " if rival == ranked[0] and len(found) > 2 else ""
+    best, rival = ranked[0], ranked[1] if rival == ranked[0] else rival
+    fast, slow = paired(best, rival)
     gain, gains = 100 * (np.median(fast) / np.median(slow) - 1), 100 * (fast / slow - 1)
     level = [name for name in ranked[1:] if name != rival and are_level(found[best][1], found[name][1])]
     named = f"{best} (level with {', '.join(level)})" if level else best
-    spread = f"{gains.min():+.0f} to {gains.max():+.0f} % in {num_epochs} paired epochs"
+    spread = f"{gains.min():+.0f} to {gains.max():+.0f} % in {len(gains)} paired epochs"
     ran = [found[name][0] for name in (best, rival)]
     over = f"{named}: {gain:+.0f} % samples/s over {place}{rival}"
     if max(run.first_s for run in ran) > min(run.last_s for run in ran):
         said = [f"{over}, but they did not take turns: the machine may have been slower for one"]
-    elif num_epochs == 1:
+    elif len(gains) == 1:
         said = [f"{over} in one epoch; its noise is not known yet"]
-    elif are_level(found[best][1], found[rival][1]):
+    elif are_level(fast, slow):
         said = [f"epochs overlap: no winner ({best} over {rival}: {spread})"]
     else:
         said = [f"{over} ({spread})"]
@@ -206,7 +210,7 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     return "; ".join(said)
 
 
-def are_level(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+def are_level(ours: Sequence[float] | NDArray[Any], theirs: Sequence[float] | NDArray[Any]) -> bool:
     """Whether the samples/s of their epochs do not rank two runs.
 
     They rank them if the ranges do not overlap; or if one run was over 5 % faster in every pair of epochs, first with

@@ -15,7 +15,7 @@ from mmlab.machine import this_process
 from mmlab.runs.events import RunEvent, RunLog
 from mmlab.runs.figures import colours_of, save_figure, to_bytes
 from mmlab.runs.follow import Runs, RunState, overall_status, run_files, summary_line
-from mmlab.runs.summaries import draw_runs, progress_of, summarize
+from mmlab.runs.summaries import draw_runs, progress_of, summarize, verdict_of
 from mmlab.schedule.schedulers import SCHEDULERS
 
 
@@ -473,6 +473,18 @@ def test_steps_that_a_killed_run_lost_and_a_resumed_one_repeats_count_once() -> 
     figure = draw_runs({f"previous-{number}/length_grouped": run for number in range(6)})
     figure.draw_without_rendering()
     assert figure.legends[0].get_window_extent().x0 >= 0, "the names of six earlier runs fit below the figure"
+
+
+def test_the_verdict_ranks_runs_by_the_epochs_that_both_have_finished() -> None:
+    """The whole machine is slow in the second epoch, which only one of the runs has had."""
+    runs = [RunState("random"), RunState("budget")]
+    for run, step_times in zip(runs, ((1.0, 3.0), (1.1,)), strict=True):
+        for epoch, step_s in enumerate(step_times):
+            values = {"epoch": epoch, "step_s": step_s, "num_samples": 8}
+            run.apply(
+                [RunEvent("step", epoch, 0, 0.0, values), RunEvent("epoch", epoch, 0, 0.0, {"epoch": epoch})]
+            )
+    assert verdict_of(runs) == "random: +10 % samples/s over budget in one epoch; its noise is not known yet"
 
 
 def test_a_figure_that_cannot_be_written_leaves_the_earlier_file(tmp_path: Path) -> None:
