@@ -227,7 +227,7 @@ class FusionTrainer(TrainerSetup):
         """Put the model into training mode and set the learning rate, which is returned."""
         self.strategy.note(self.step, STEP)
         self.strategy.begin_step()
-        self.model.zero_grad(set_to_none=True)  # a step that failed may have left its gradient
+        self.optimizer.zero_grad(set_to_none=True)  # a step that failed may have left its gradient
         if not self.model.training:
             for module in self.trained_modules or self.model.modules():
                 module.training = True
