@@ -75,7 +75,7 @@ class Pump:
         self._saved: list[str] = []  # ids of the runs whose end was saved
         self._answers: dict[str, Any] = {}  # the last values from the controller
         self._headline: dict[str, Any] = {"tiles": [], "verdict": ""}
-        self._headline_of: Any = None  # the last news, and ids and statuses of the runs
+        self._headline_of: tuple[Any, ...] = ()  # the last news, and ids and statuses of the runs
         self._seq = 0
         self._sent_s = self._due_s = self._paid_s = self._news_s = self._looked_s = self._headline_due_s = 0.0
         self._gaps_s: deque[float] = deque(maxlen=8)  # from one step to the next, by the writer's clock
@@ -310,11 +310,11 @@ class Pump:
         return changed
 
     def _headlines(self, runs: list[RunState], begins: bool) -> dict[str, Any]:
-        """Every run's tile and the verdict, updated every 4 s, or less often if that takes long."""
+        """Every run's tile and the verdict, updated when a run begins or ends, else every 4 s, or less often if that takes long."""
         started_s, shown = time.monotonic(), (self._news_s, begins, [(run.id, run.status) for run in runs])
-        if started_s >= self._headline_due_s and shown != self._headline_of:
-            self._headline_of = shown
-            self._headline = headlines_of(runs, begins)
+        is_due = started_s >= self._headline_due_s or shown[1:] != self._headline_of[1:]
+        if is_due and shown != self._headline_of:
+            self._headline_of, self._headline = shown, headlines_of(runs, begins)
             least_s = HEADLINE_S if self._headline["tiles"] else 0.0
             self._headline_due_s = started_s + max(least_s, 200 * (time.monotonic() - started_s))
         return self._headline

@@ -185,6 +185,23 @@ def test_figures_of_a_run_that_was_cleared_or_killed_are_made_anew(
     assert page.facts["errors"][0]["text"].startswith("the process of budget was killed")
 
 
+def test_the_end_of_a_run_and_its_last_figures_come_together(
+    tmp_path: Path, panels: list[LivePanel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pump, "HEADLINE_S", 1000.0)  # as on a machine where making the figures takes long
+    with RunLog(tmp_path) as log:
+        log.write("start", 0, num_steps=9, **describe_process(os.getpid()))
+        log.write("step", 1, step_s=1.0, num_samples=4, samples_per_s=4.0)
+        panels.append(LivePanel(tmp_path))
+        page = Page(panels[0])
+        page.say("ready", have={})
+        page.until(lambda: page.facts.get("tiles"))
+        assert "left" in dict(page.facts["tiles"][0]["figures"])
+        log.write("end", 1, status="done")
+    page.until(lambda: page.facts["runs"][0]["status"] == "done")
+    assert "left" not in dict(page.facts["tiles"][0]["figures"])
+
+
 @pytest.mark.parametrize("late_s", [0.02, 0.05, 0.08])
 def test_rows_are_not_late_for_ever_after_the_page_has_asked_for_something(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late_s: float
