@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.errors import check_is
-from mmlab.lab.panels import WIDE, Panel, picture, slider
+from mmlab.lab.panels import WIDE, Panel, picture, show_picture, slider
 from mmlab.lab.plan_figure import page_png
 from mmlab.loading.cache import SampleCache, build_cache, cache_key
 from mmlab.loading.loader import PlannedLoader
@@ -104,7 +104,7 @@ class LoadingPanel(Panel):
         style = figures.style.format("{:.0%}").format("{:,.0f}", ["samples/s"])
         sentence = list(self.reports.values())[-1].sentence
         self.table.value = f"{style.to_html(table_uuid=str(id(self)))}<p>{sentence}</p>"
-        self.picture.value = page_png(loading_figure, figures.tail(_SHOWN))
+        show_picture(self.picture, page_png(loading_figure, figures.tail(_SHOWN)))
 
 
 def figures_of(reports: dict[str, StageReport]) -> pd.DataFrame:

@@ -14,7 +14,7 @@ import ipywidgets as widgets
 import numpy as np
 
 from mmlab.errors import check_is
-from mmlab.lab.panels import LONG, SLIDES, WIDE, Panel, picture
+from mmlab.lab.panels import LONG, SLIDES, WIDE, Panel, picture, show_picture
 from mmlab.lab.plan_figure import page_png
 from mmlab.lab.plan_panel import MAX_EXPLORED, some_images
 from mmlab.machine import GIB
@@ -77,8 +77,7 @@ class MemoryPanel(Panel):
                 f"<br>{figures['mean_use_ratio']:.0%} of the memory used, at most {figures['max_use_ratio']:.0%}"
                 f"<br>{fixed}{self._part}"
             )
-        self.picture.value = page_png(planned.figure) if planned.plan else b""
-        self.picture.layout.display = None if planned.plan else "none"
+        show_picture(self.picture, page_png(planned.figure) if planned.plan else b"")
 
     @property
     def text(self) -> str:

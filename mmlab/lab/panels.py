@@ -90,15 +90,20 @@ def slider(name: str, value: int, low: int, high: int) -> widgets.IntSlider:
 
 
 def picture() -> widgets.Image:
-    """A place for a PNG file, as large as its pixels and no wider than the page."""
-    layout = {"max_width": "100%", "margin": "0", "align_self": "flex-start"}
+    """A place for a PNG file, as large as its pixels and no wider than the page; nothing without one."""
+    layout = {"max_width": "100%", "margin": "0", "align_self": "flex-start", "display": "none"}
     return widgets.Image(format="png", layout=layout)
+
+
+def show_picture(place: widgets.Image, png: bytes) -> None:
+    """Show a PNG file, or nothing where it is empty: a browser draws a broken image for it."""
+    place.value, place.layout.display = png, None if png else "none"
 
 
 def _parts(widget: widgets.Widget) -> Iterator[str]:
     """The tables, texts and pictures in a widget, as HTML."""
     for child in getattr(widget, "children", ()):
-        if isinstance(child, widgets.Image):
+        if isinstance(child, widgets.Image) and child.value:
             yield f'<img alt="" src="data:image/png;base64,{base64.b64encode(child.value).decode()}">'
         else:
             yield child.value if isinstance(child, widgets.HTML) else "".join(_parts(child))

@@ -13,7 +13,7 @@ import numpy as np
 
 from mmlab.comparison.overview import SHOWN_SCHEDULERS
 from mmlab.errors import OptionError, check_name, listed
-from mmlab.lab.panels import SLIDES, WIDE, Panel, picture, slider
+from mmlab.lab.panels import SLIDES, WIDE, Panel, picture, show_picture, slider
 from mmlab.lab.plan_figure import page_png, plan_figure
 from mmlab.schedule.base import sizes_of
 from mmlab.schedule.columns import images_apart
@@ -121,8 +121,8 @@ class PlanExplorer(Panel):
             head += f" Estimated from {len(self._sizes):,} of {self._num_samples:,} samples."
         # a name of the panel would give its table the bars of a saved copy on the page
         self.table.value = f"<p>{head}</p>{style.to_html(table_uuid=str(hash(str(table))))}"
-        self.picture.layout.display = None if plans else "none"
-        self.picture.value = page_png(plan_figure, plans, found.budget, self._photo) if plans else b""
+        drawn = page_png(plan_figure, plans, found.budget, self._photo) if plans else b""
+        show_picture(self.picture, drawn)
 
 
 def some_images(sizes: SampleSizes, num_samples: int) -> NDArray[np.int64]:

@@ -13,7 +13,11 @@ from mmlab.types import square
 def test_every_setting_is_measured_and_stays_as_a_row(records: Records, tmp_path: Path) -> None:
     dataset = MultimodalDataset(records, image_policy=square(64))
     panel = LoadingPanel(dataset, tmp_path / "cache", batch_size=8)
+    panel._save()
+    assert panel.picture.layout.display == "none", "a browser draws a broken image"
+    assert "<img" not in panel._saved._bundle["text/html"]
     first = panel.measure()
+    assert panel.picture.layout.display is None
     assert first.cache_hit_ratio == 0
     assert panel.progress.value == panel.progress.max
     panel.workers.value, panel.step_ms.value = 2, 20
