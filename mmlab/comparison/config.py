@@ -203,8 +203,7 @@ def _plain_options(kind: type) -> dict[str, tuple[Any, Any]]:
 def _augment(values: Mapping[str, Any], where: str) -> Augment | None:
     """The named augmentation (default: `crop`) with the given options changed; None without any key."""
     options = dict(values)
-    name = options.pop("name", "crop" if options else "none")
-    base = augmentation(name)
+    base = augmentation(options.pop("name", "crop" if options else "none"))
     return None if base is None else read_options(Augment, {**dataclasses.asdict(base), **options}, where)
 
 

@@ -22,7 +22,7 @@ from mmlab.errors import DataError
 from mmlab.machine import replace_file
 from mmlab.runs.figures import to_bytes
 from mmlab.runs.folders import COMPARISON_FILES, folder_now
-from mmlab.runs.summaries import FASTER, are_level
+from mmlab.runs.summaries import FASTER, FEW_STEPS, are_level
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 
 _FILE = "comparison.json"
-_FEW_STEPS = 20  # of an epoch; in fewer, what was loaded before the first timed step decides the speed
 _OTHER_PACE = 0.15  # if all predictions are off this far in one direction, the machine was at another pace
 
 
@@ -167,7 +166,7 @@ class Comparison:
             notes.append(
                 f"Samples without another image in their batch, from which a contrastive loss learns nothing: {unlearnt}."
             )
-        if (num_steps := min(arm.num_batches for arm in self.arms)) < _FEW_STEPS:
+        if (num_steps := min(arm.num_batches for arm in self.arms)) < FEW_STEPS:
             notes.insert(
                 0,
                 f"An epoch of {num_steps} steps is too short to judge speed: give more data, or smaller batches.",

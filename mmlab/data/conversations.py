@@ -113,8 +113,7 @@ def read_conversations(
         OptionError: `images` is no folder, or another word for `errors`.
     """
     check_name("errors=", errors, ("raise", "report"))
-    folder = None if images is None else image_folder(images)
-    entries, root, name = _entries(source, folder)
+    entries, root, name = _entries(source, None if images is None else image_folder(images))
     reasons: dict[int, str] = {}
     parsed: dict[int, _Parsed] = {}
     for number, (_, entry) in enumerate(entries):

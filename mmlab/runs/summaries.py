@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WARMUP_STEPS = 2  # first steps, which are not representative
+FEW_STEPS = 20  # of an epoch; in fewer, what was loaded before the first timed step decides the speed
 FASTER = 1.05  # how many times as fast one run must be to count as faster where their epochs overlap, or in a ranking
 _RECENT_STEPS = 200  # from which a speed is computed
 _DRAWN = 4000  # points of a line in a figure, about: a million would take minutes and gigabytes
@@ -166,7 +167,8 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     >>> for run, seconds in zip(runs, ((1.0, 1.2), (0.8, 0.8)), strict=True):
     ...     for epoch, step_s in enumerate(seconds):
     ...         values = {"epoch": epoch, "step_s": step_s, "num_samples": 8}
-    ...         run.apply([RunEvent("step", epoch, 0, 0.0, values), RunEvent("eval", epoch, 0, 0.0, {})])
+    ...         steps = [RunEvent("step", 20 * epoch + n, 0, 0.0, values) for n in range(20)]
+    ...         run.apply([*steps, RunEvent("eval", 20 * epoch + 19, 0, 0.0, {})])
     >>> verdict_of(runs)
     'budget: +36 % samples/s over random (+25 to +50 % in 2 paired epochs)'
     """
@@ -197,7 +199,10 @@ def verdict_of(runs: Iterable[RunState]) -> str:
         said = [f"epochs overlap: no winner ({best} over {rival}: {spread})"]
     else:
         said = [f"{over} ({spread})"]
-    after, before = (summarize(found[name][0]) for name in (best, rival))
+    num_steps = min(run.count() // _epochs_done(run) for run in ran)
+    if num_steps < FEW_STEPS:
+        said.append(f"an epoch of {num_steps} steps is too short to judge speed")
+    after, before = (summarize(run) for run in ran)
     padded, left = before["combined_waste"], after["combined_waste"]
     if padded is not None and padded < 0.05:
         said.append(f"{rival} pads {padded:.1%}: little to gain here")

@@ -65,6 +65,7 @@ def test_runs_of_several_settings_are_compared(batches, tmp_path):
     )
     assert " % samples/s over the next fastest, " in verdict_of([first, *runs.states.values()])
     assert "paired" not in said
+    assert "an epoch of 3 steps is too short to judge speed" in said
     assert "memory" not in said, "both are of this process, which holds what the first left"
     (loss,) = settings_figure(tmp_path).axes  # weights and loss scale are 1 throughout
     assert len(loss.lines) == 4, "two objectives of two runs"
