@@ -166,11 +166,8 @@ class Comparison:
             notes.append(
                 f"Samples without another image in their batch, from which a contrastive loss learns nothing: {unlearnt}."
             )
-        if (num_steps := min(arm.num_batches for arm in self.arms)) < FEW_STEPS:
-            notes.insert(
-                0,
-                f"An epoch of {num_steps} steps is too short to judge speed: give more data, or smaller batches.",
-            )
+        if self._too_short:
+            notes.insert(0, f"{self._too_short.capitalize()}: give more data, or smaller batches.")
         if self.interrupted:
             notes.insert(0, "Interrupted: the figures cover the epochs that every scheduler finished.")
         return notes
@@ -221,7 +218,7 @@ class Comparison:
             notes.append(
                 f"Predicted in the wrong order: in fact {wrong}. Repeats of one step varied by {spread} when the steps were timed."
             )
-        elif not self._all_overlap:
+        elif not (self._all_overlap or self._too_short):
             notes.append(
                 "Predicted and measured samples/s rank the schedulers alike, apart from those within 5 % of each other "
                 "and those whose epochs overlap."
@@ -236,9 +233,9 @@ class Comparison:
     def misranked(self) -> list[tuple[str, str]]:
         """Pairs (faster, slower) by measured speed that were predicted the other way round.
 
-        Pairs within 5 % of each other, or whose epochs overlap, do not count.
+        Pairs within 5 % of each other, or whose epochs overlap, do not count, and none where epochs are too short.
         """
-        arms = [arm for arm in self.arms if arm.predicted_samples_per_s is not None]
+        arms = [arm for arm in self.arms if arm.predicted_samples_per_s is not None and not self._too_short]
         return [
             (one.scheduler, other.scheduler)
             for one, other in permutations(arms, 2)
@@ -258,6 +255,12 @@ class Comparison:
         return len(self.overlapping) == comb(len(self.arms), 2) > 0
 
     @property
+    def _too_short(self) -> str:
+        """Says that an epoch has too few steps, where it has."""
+        num_steps = min(arm.num_batches for arm in self.arms)
+        return f"an epoch of {num_steps} steps is too short to judge speed" * (num_steps < FEW_STEPS)
+
+    @property
     def headline(self) -> str:
         """One sentence: how much faster the fastest scheduler is than `random`, else than the first, else than the next fastest."""
         best, *others = sorted(self.arms, key=lambda arm: -arm.samples_per_s)
@@ -270,10 +273,10 @@ class Comparison:
             return f"{given}, {best.scheduler} trains {best.samples_per_s:.0f} samples a second"
         gain = best.samples_per_s / base.samples_per_s
         level = [arm.scheduler for arm in others if _overlap(best, arm)]
-        but = ", but their epochs overlap" if base.scheduler in level else ""
+        but = "their epochs overlap" if base.scheduler in level else self._too_short
         beside = ", ".join(name for name in level if name != base.scheduler)
         name = f"{best.scheduler} (level with {beside})" if beside else best.scheduler
-        return f"{given}, {name} trains {gain:.2f} times as many samples/s as {base.scheduler}{but}"
+        return f"{given}, {name} trains {gain:.2f} times as many samples/s as {base.scheduler}{but and f', but {but}'}"
 
     def figure(self) -> Figure:
         """Six panels side by side: waste, throughput, time, memory, cost of each batch, loss."""

@@ -50,7 +50,8 @@ Prices = Callable[["BatchPlan", int], Mapping[str, float | None]]  # of a plan s
 _LEGEND = (  # each entry begins with a figure's name, or with the end of one
     "waste: share of the padded batch that is padding; peak_over_budget: costliest batch / budget; straggler: time lost to the "
     "slowest rank; randomness: 0 same batches every epoch, 1 new ones; collision_ratio: samples beside another of their image; "
-    "coverage: samples seen; epoch_s: seconds of an epoch, - if no batch has two images; peak_bytes: of the costliest batch"
+    "coverage: samples seen; epoch_s: seconds of an epoch, - if no batch has two images; peak_bytes: of the costliest batch; "
+    "epoch_price: in the currency of the price an hour"
 )
 
 

@@ -235,6 +235,7 @@ def test_pairs_that_were_ranked_the_wrong_way_are_named(at_equal_memory: Compari
         for arm, measured, predicted in speeds
     ]
     found = replace(at_equal_memory, arms=arms)
+    found = replace(found, arms=[replace(arm, num_batches=20) for arm in arms])
     assert found.misranked == [("sorted", "random"), ("sorted", "budget")]
     assert "sorted is faster than random, sorted is faster than budget" in "".join(found.notes())
     assert "Predicted samples/s are -33% to -8% off those measured." in found.notes()
@@ -242,10 +243,11 @@ def test_pairs_that_were_ranked_the_wrong_way_are_named(at_equal_memory: Compari
         changed = [replace(arm, predicted_samples_per_s=factor * arm.samples_per_s) for arm in arms]
         said = " ".join(replace(found, arms=changed).notes())
         assert f"the machine was probably {pace} when steps were timed." in said
-    long = replace(found, arms=[replace(arm, num_batches=20) for arm in arms])
-    assert not any("too short to judge speed" in note for note in long.notes())
-    short = replace(long, arms=[long.arms[0], replace(arms[1], num_batches=19)])
+    assert not any("too short to judge speed" in note for note in found.notes())
+    short = replace(found, arms=[found.arms[0], replace(arms[1], num_batches=19)])
     assert any(note.startswith("An epoch of 19 steps is too short to judge speed") for note in short.notes())
+    assert short.headline.endswith("as random, but an epoch of 19 steps is too short to judge speed")
+    assert "is faster than" not in "".join(short.notes())
     assert replace(found, arms=arms[::2]).misranked == []
     wide = [replace(arm, epochs=[{"samples_per_s": speed} for speed in (90.0, 130.0)]) for arm in arms]
     assert replace(found, arms=wide).misranked == []  # their epochs overlap
@@ -404,7 +406,10 @@ def test_schedulers_whose_epochs_overlap_are_said_to_be_alike(
     budget, random = comparison.arms
     arms = [
         replace(
-            arm, samples_per_s=sum(speeds) / 2, epochs=[{**arm.epochs[0], "samples_per_s": s} for s in speeds]
+            arm,
+            samples_per_s=sum(speeds) / 2,
+            epochs=[{**arm.epochs[0], "samples_per_s": s} for s in speeds],
+            num_batches=20,
         )
         for arm, speeds in ((budget, fast), (random, (95.0, 105.0)))
     ]
