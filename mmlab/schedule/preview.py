@@ -89,9 +89,9 @@ class Preview:
         return f"In short: {what} {form.format(found['random'])} under random, {form.format(found[best])} under {best}."
 
     def _shown(self) -> tuple[pd.DataFrame, str]:
-        """The columns in which schedulers differ, as people read them; the others, and what all of them mean."""
+        """The first column and those in which schedulers differ, as people read them; the others, and what all of them mean."""
         table = self.table.apply(lambda column: column.map(lambda value: shown(str(column.name), value)))
-        same = [name for name in table if len(table) > 1 and table[name].nunique() == 1]
+        same = [name for name in [*table][1:] if len(table) > 1 and table[name].nunique() == 1]
         notes = ["all have " + ", ".join(f"{name} {table[name].iloc[0]}" for name in same)] if same else []
         for entry in _LEGEND.split("; "):
             notes += [entry] * any(name.endswith(entry.partition(":")[0]) for name in table)

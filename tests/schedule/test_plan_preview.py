@@ -44,6 +44,17 @@ def test_names_of_a_users_own_schedulers_are_no_html():
     assert "<b>" not in found._repr_html_()
 
 
+def test_schedulers_that_do_not_differ_at_all_are_still_a_table():
+    plain = make_scheduler("random", batch_size=8)
+    found = preview(make_sizes(64), {"one": plain, "other": plain})
+    assert [line.split() for line in str(found).splitlines()[1:4]] == [
+        ["num_batches"],
+        ["one", "8"],
+        ["other", "8"],
+    ]
+    assert "all have text_waste" in str(found)
+
+
 def test_one_epoch_has_no_randomness():
     figures = preview(make_sizes(300), ["random"], epochs=1).as_dict()["random"]
     assert figures["randomness"] is None
