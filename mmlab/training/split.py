@@ -167,7 +167,7 @@ class Window:
 
     def _cached_step(self, batch: Batch, parts: Sequence[slice], number: int, terms: LossTerms) -> None:
         """Run the model on each part and the objectives on all of them: GradCache, see the module."""
-        trainer, random = self.trainer, self.trainer.random
+        trainer, random, size = self.trainer, self.trainer.random, len(batch)
         states, outputs = [], []
         statistics = [buffer.clone() for buffer in trainer.statistics]
         for self._rows in parts:
@@ -175,7 +175,7 @@ class Window:
             with torch.no_grad():
                 outputs.append(Leaves.of(trainer.forward(batch.part(self._rows).to(trainer.device))))
         self._put_back(statistics)
-        whole, leaves = _join(outputs)
+        whole, leaves = _join(outputs, size)
         del outputs
         self._rows = slice(0, len(batch))
         trainer.backward(trainer.loss(whole, batch.to(trainer.device), number, terms))
@@ -186,9 +186,9 @@ class Window:
             random.restore(state)
             output = Leaves.of(trainer.forward(batch.part(rows).to(trainer.device)))
             trainer.phase = "backward"
-            # a scalar's gradient is that of the whole batch: the first part alone takes it
-            counted = [leaf.grad if leaf.dim() or not rows.start else None for leaf in leaves]
-            own = [grad[rows] if grad is not None and grad.dim() else grad for grad in counted]
+            # the gradient of what all parts share is that of the whole batch: the first part alone takes it
+            counted = [leaf.grad if leaf.shape[:1] == (size,) or not rows.start else None for leaf in leaves]
+            own = [grad[rows] if grad is not None and grad.shape[:1] == (size,) else grad for grad in counted]
             backward_features(output.tensors, own)
         random.restore(after)
 
@@ -261,13 +261,15 @@ class Leaves(NamedTuple):
         return cls([leaf for leaf in leaves if isinstance(leaf, Tensor)], leaves, rebuild)
 
 
-def _join(parts: Sequence[Leaves]) -> tuple[Any, list[Tensor]]:
-    """One output of all parts, and its tensors, leaves of a new graph. A scalar is the first part's."""
+def _join(parts: Sequence[Leaves], size: int) -> tuple[Any, list[Tensor]]:
+    """One output of all parts, and its tensors, leaves of a new graph. What has no row for each of the batch's samples,
+    such as a temperature, is the first part's."""
     joined: list[Any] = []
     for leaf, *others in zip(*(part.leaves for part in parts), strict=True):
         if isinstance(leaf, Tensor):
-            leaf = torch.cat([leaf, *others]) if leaf.dim() else leaf.detach().clone()
-            leaf.requires_grad_(leaf.is_floating_point())
+            has_rows = leaf.dim() and sum(map(len, (leaf, *others))) == size
+            leaf = torch.cat([leaf, *others]) if has_rows else leaf.clone()
+            leaf = leaf.detach().requires_grad_(leaf.is_floating_point())
         joined.append(leaf)
     whole = parts[0].rebuild(joined)
     if hasattr(whole, "num_chunks"):

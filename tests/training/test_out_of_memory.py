@@ -340,20 +340,24 @@ def test_a_step_whose_update_did_not_fit_leaves_nothing_to_the_next(precision, m
 class Plain(nn.Module):
     """Returns an object that is neither a dataclass nor a tuple; a large batch does not fit."""
 
-    def __init__(self, most):
+    def __init__(self, most, scale_shape=()):
         super().__init__()
         torch.manual_seed(0)
         self.image, self.text, self.most = nn.Linear(3, 8), nn.Embedding(50, 8), most
+        self.logit_scale = nn.Parameter(torch.ones(scale_shape))
 
     def forward(self, batch):
         if len(batch) > self.most:
             raise torch.OutOfMemoryError("simulated")
         image = self.image(batch.pixel_values.float().mean((2, 3)))
         text = self.text(batch.input_ids).mean(1)
-        return SimpleNamespace(image_embedding=image, text_embedding=text, logit_scale=torch.ones(()))
+        return SimpleNamespace(image_embedding=image, text_embedding=text, logit_scale=self.logit_scale)
 
 
-def test_an_output_that_is_a_plain_object_is_split_with_the_same_gradient():
-    whole, parts = (FusionTrainer(Plain(most), device="cpu").train_step(window(1)) for most in (99, 2))
+@pytest.mark.parametrize("scale_shape", [(), (1,)])  # a temperature may be a vector of one
+@pytest.mark.parametrize("most", [4, 2, 1])
+def test_an_output_that_is_a_plain_object_is_split_with_the_same_gradient(most, scale_shape):
+    models = [Plain(99, scale_shape), Plain(most, scale_shape)]
+    whole, parts = (FusionTrainer(model, device="cpu").train_step(window(1)) for model in models)
     assert parts["num_parts"] > 1
     assert parts["grad_norm"] == pytest.approx(whole["grad_norm"]) != 0
