@@ -105,6 +105,14 @@ def test_what_lacks_its_caption_or_its_image_is_named(folder):
     assert found["e.txt"].startswith("no image")
 
 
+def test_of_many_files_that_are_no_data_three_are_explained(folder):
+    for number in range(50):
+        folder.text(f"{number:02}.txt", "some words")
+    with pytest.raises(DataError, match=r"(?s)00\.txt, as.*02\.txt, as.*and 47 more files$") as error:
+        read_records(folder.path)
+    assert len(str(error.value).splitlines()) == 11
+
+
 def test_a_folder_without_data_says_what_was_looked_for(folder):
     folder.image("a.jpg")
     folder.csv("notes.csv", [["name", "age"], ["x", "3"]])

@@ -20,6 +20,7 @@ IMAGE_SUFFIXES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of a Hugging Face imagefolder
 _SPLIT_NAME = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|dev|eval|test)(?![a-z])")
 _MAX_BLANKS = 1 << 16  # bytes of the largest file that is searched for anything else
+_SHOWN = 3  # files of which an error says why they are no data files
 _NUM_TRIED = 50  # images that are looked for in each folder
 _IMAGE_FOLDERS = [
     *("", "images", "Images"),
@@ -98,7 +99,7 @@ def split_in(name: str) -> str | None:
     return match[1] if match else None
 
 
-def data_files(folder: Path, allow_missing_modality: bool) -> tuple[dict[Path, str | None], str]:
+def data_files(folder: Path, allow_missing_modality: bool) -> tuple[dict[Path, str | None], list[str]]:
     """The data files of a folder, each with its split; and why other files are none.
 
     A Hugging Face imagefolder has a metadata file in the folder, or one in each split's sub-folder; any other
@@ -114,8 +115,8 @@ def data_files(folder: Path, allow_missing_modality: bool) -> tuple[dict[Path, s
         if name is not None:
             found[place / name] = None if place == folder else split_in(place.name)
     if found:
-        return found, ""
-    tried = ""
+        return found, []
+    tried: list[str] = []
     for place in (folder, folder / "annotations"):
         paths = sorted(place.glob("*"))
         images = {path.stem for path in paths if _is_image(path)}
@@ -124,7 +125,7 @@ def data_files(folder: Path, allow_missing_modality: bool) -> tuple[dict[Path, s
             is_of_image = path.suffix.lower() in (".txt", ".json") and path.stem in images
             if is_data and not is_of_image and path.is_file():
                 read, reasons = recognise(path, allow_missing_modality)
-                tried += reasons
+                tried.append(reasons)
                 if read is not None:
                     found[path] = split_in(path.stem)
     if len(found) > 1 and len(set(found.values()) - {None}) < len(found):
@@ -142,10 +143,11 @@ def read_folder(folder: Path, images: Path | None, allow_missing_modality: bool)
     files, tried = data_files(folder, allow_missing_modality)
     rows = [] if files else read_captions(folder)
     if not files and not rows:
+        more = f"\n  and {len(tried) - _SHOWN} more files" if len(tried) > _SHOWN else ""
         raise DataError(
             f"{folder}: no image-text data found. Looked for tar shards, a saved datasets.Dataset, "
             f"{', '.join(_METADATA)} here and in sub-folders, a data file ({' '.join(_DATA_SUFFIXES)}) here and in "
-            f"annotations/, and images with captions beside them (a.jpg and a.txt).{tried}"
+            f"annotations/, and images with captions beside them (a.jpg and a.txt).{''.join(tried[:_SHOWN])}{more}"
         )
     for path, split in files.items():
         part = read_data_file(path, images, allow_missing_modality)
