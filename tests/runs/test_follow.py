@@ -481,9 +481,8 @@ def test_the_verdict_ranks_runs_by_the_epochs_that_both_have_finished() -> None:
     for run, step_times in zip(runs, ((1.0, 3.0), (1.1,)), strict=True):
         for epoch, step_s in enumerate(step_times):
             values = {"epoch": epoch, "step_s": step_s, "num_samples": 8}
-            run.apply(
-                [RunEvent("step", epoch, 0, 0.0, values), RunEvent("epoch", epoch, 0, 0.0, {"epoch": epoch})]
-            )
+            run.apply([RunEvent("step", 20 * epoch + step, 0, 0.0, values) for step in range(20)])
+            run.apply([RunEvent("epoch", 20 * epoch + 19, 0, 0.0, {"epoch": epoch})])
     assert verdict_of(runs) == "random: +10 % samples/s over budget in one epoch; its noise is not known yet"
 
 
