@@ -269,7 +269,7 @@ class _Training:
         """Train the epochs that remain, after the checkpoint `start` if one is given."""
         trainer, num_epochs, changed = self.trainer, self.config.trainer.num_epochs, ""
         if start is not None:
-            changed = changed_options(start.parents[1] / _CONFIG, self.config)
+            changed = changed_options(start.resolve().parent.parent / _CONFIG, self.config)
             try:
                 restore(trainer, self._loader, start)
             except (DataError, OptionError) as error:

@@ -309,6 +309,10 @@ def test_a_run_says_what_it_found_and_goes_on_when_it_gets_more_epochs(
     assert warnings == [
         "resumed with other options than before: - lr = 0.001; - num_epochs = 1; + num_epochs = 2"
     ]
+    best = Path(str(more.best_checkpoint))
+    monkeypatch.chdir(best.parent)
+    here = train(load_config(config, small), runs=tmp_path, resume=best.name, progress=False)
+    assert (here.resumed_from, here.num_epochs) == (best.name, 2)
     differs = r"- embed_dim = 16; \+ embed_dim = 24; \+ lr = 0.001"
     with pytest.raises(DataError, match=rf"another model: .{{250,300}}; options of that run .*: {differs}$"):
         train(
