@@ -134,11 +134,11 @@ class StageReport:
         stage, busiest = self.bottleneck, self._busiest
         waited, busy = f"{self.wait_ratio:.1%} of the time", f"{busiest['busy_ratio']:.0%}"
         if stage is None:
-            why = f"but the busiest stage, {busiest['stage']}, worked {busy} of it. It waited for batches to be "
-            why += "handed over, as the first of an epoch, or for other programs."
+            why = f"although the busiest, {busiest['stage']}, worked only {busy} of it. The wait was for the first "
+            why += "batch of an epoch, or other programs used the cores."
             if self.wait_ratio <= NO_WAIT_RATIO:
                 why = "and a faster loader could save no more than that."
-            return f"No stage is the bottleneck: training waited for data {waited}, {why}"
+            return f"No stage of loading is the bottleneck: training waited for data {waited}, {why}"
         remedy = _FROM_CACHE if stage == "read" and self.cache_hit_ratio > 0.5 else _REMEDIES[stage]
         return (
             f"{stage} is the bottleneck: training waited {waited}, while its threads or processes "

@@ -101,7 +101,7 @@ def report_of(
 def test_a_stage_that_idles_is_not_blamed_for_the_wait(shared: bool) -> None:
     report = report_of({"read": 0.01, "decode": 0.08, "collate": 0.01}, 0.03, shared=shared)
     assert report.bottleneck is None
-    assert "decode, worked 8% of it" in report.sentence
+    assert "decode, worked only 8% of it" in report.sentence
     assert "would help" not in report.sentence
 
 
