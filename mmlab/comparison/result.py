@@ -226,7 +226,7 @@ class Comparison:
         if off := [predicted / measured - 1 for predicted, measured in speeds if predicted]:
             pace = "slower" if max(off) < -_OTHER_PACE else "faster" if min(off) > _OTHER_PACE else None
             so = f": the machine was probably {pace} when steps were timed." if pace else "."
-            notes.append(f"Predicted samples/s are {min(off):+.0%} to {max(off):+.0%} off those measured{so}")
+            notes.append(f"Predicted samples/s are {min(off):+z.0%} to {max(off):+z.0%} off those measured{so}")
         return notes
 
     @property
