@@ -232,9 +232,10 @@ def _check_signature(module: nn.Module) -> list[str]:
     parameters = inspect.signature(module.forward).parameters
     name, takes = type(module).__name__, ", ".join(parameters)
     if not {"input_ids", "pixel_values", "batch"} & set(parameters):
-        raise OptionError(
-            f"{name}.forward takes {takes}; expected input_ids or pixel_values, or one argument named batch"
-        )
+        told = "expected input_ids or pixel_values, or one argument named batch"
+        if hasattr(module, "get_base_model"):  # of peft's wrapper
+            told = "peft.inject_adapter_in_model(config, model) keeps the model's own forward"
+        raise OptionError(f"{name}.forward takes {takes}; {told}")
     missing = [
         parameter.name
         for parameter in parameters.values()

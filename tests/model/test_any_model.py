@@ -300,6 +300,17 @@ def test_a_signature_that_asks_for_more_says_what_there_is():
         LossModel(Boxes())
 
 
+@pytest.mark.filterwarnings("ignore")  # of peft, about transformers
+def test_a_wrapper_of_peft_that_hides_the_signature_names_what_keeps_it(tokenizer):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    with pytest.raises(
+        OptionError, match=r"PeftModel.forward takes args, kwargs; peft.inject_adapter_in_mod"
+    ):
+        LossModel(peft.get_peft_model(clip(tokenizer), config))
+    assert "input_ids" in LossModel(peft.inject_adapter_in_model(config, clip(tokenizer))).accepted
+
+
 class OwnLoss(nn.Module):
     """A loss of one's own, a mean over samples."""
 
