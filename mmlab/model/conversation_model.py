@@ -23,6 +23,7 @@ class ConversationModel(LossModel):
         module: of transformers; its forward takes what its processor makes, and `labels`.
 
     Raises:
+        DataError: in forward: a conversation longer than the model's table of positions.
         OptionError: in forward: a batch that is no `ConversationBatch`, or one that the processor of another kind of
             model made.
     """
@@ -33,6 +34,9 @@ class ConversationModel(LossModel):
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
         self.module = module
+        # a table of positions has an end, rotations have none
+        has_table = any(name.endswith("embed_positions.weight") for name, _ in module.named_parameters())
+        self.max_tokens = self.module.config.get_text_config().max_position_embeddings if has_table else None
         self.pack: Callable[[dict[str, Tensor]], dict[str, Any]] | None = None  # lays samples end to end
 
     @property
@@ -72,6 +76,8 @@ class ConversationModel(LossModel):
                 f"{type(self.module).__name__} is {'an' if is_apart else 'no'} encoder-decoder; set "
                 f"processor.is_encoder_decoder = {is_apart}, then read the conversations again"
             )
+        num_tokens = max(batch.inputs[name].shape[1] for name in ("input_ids", "labels"))
+        self._refuse_longer(num_tokens, "shorten or leave out conversations that are longer")
         # processors make pixels in fp32, or in a precision of their own
         inputs = dict(BatchFeature(batch.inputs).to(self.module.dtype))
         return inputs if self.pack is None else self.pack(inputs)

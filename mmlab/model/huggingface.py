@@ -171,11 +171,7 @@ class LossModel(nn.Module):
 
     def _arguments(self, batch: Batch) -> dict[str, Any]:
         """The arguments that forward takes, by name."""
-        if self.max_tokens and batch.input_ids.shape[1] > self.max_tokens:
-            raise DataError(
-                f"a text has {batch.input_ids.shape[1]} tokens, {type(self.module).__name__} takes "
-                f"{self.max_tokens}; use MultimodalDataset(max_tokens={self.max_tokens})"
-            )
+        self._refuse_longer(batch.input_ids.shape[1], f"use MultimodalDataset(max_tokens={self.max_tokens})")
         input_ids, labels = batch.input_ids, batch.labels
         if self.labels == "masked" and "labels" in self.accepted:
             input_ids, labels = self._hide(batch)
@@ -195,6 +191,12 @@ class LossModel(nn.Module):
             del makers["attention_mask"]
         values = {name: makers[name]() for name in self.accepted if name in makers}
         return values | {"interpolate_pos_encoding": True} if self._interpolates else values
+
+    def _refuse_longer(self, num_tokens: int, told: str) -> None:
+        """Refuse a text for which the model has no positions; on a GPU it would end the process."""
+        if self.max_tokens and num_tokens > self.max_tokens:
+            name = type(self.module).__name__
+            raise DataError(f"a text has {num_tokens} tokens, {name} takes {self.max_tokens}; {told}")
 
     def _pixels(self, batch: Batch) -> Tensor:
         """(B, 3, H, W) normalised, zero outside the images."""

@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from mmlab import ConversationDataset, Lab, PlannedLoader, compare, make_scheduler, read_events, train
 from mmlab.cli.main import main
 from mmlab.comparison.preparation import packed_if_planned
-from mmlab.data.conversations import Conversations
+from mmlab.data.conversations import Conversations, read_conversations
 from mmlab.errors import DataError, OptionError
 from mmlab.model import ConversationModel
 from mmlab.model.conversation_model import named_processor, named_vlm
@@ -121,6 +121,23 @@ def test_packed_execution_has_the_loss_and_gradient_of_padded_batches(folder: Pa
     assert packed.is_packed
     packed.eval()(batch).loss.backward()
     assert_close(gradient(packed), wanted)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("BLIP-2", 2048), ("Florence-2", 256)])
+def test_a_conversation_longer_than_the_table_of_positions_is_refused(
+    name: str,
+    limit: int,
+    folder: Path,  # noqa: F811
+) -> None:
+    processor, module = build(name)
+    row = {
+        "image": "0.png",
+        "conversations": turns("<image>\nWhat is it?" + " A circle" * limit, "A circle."),
+    }
+    dataset = ConversationDataset(read_conversations([row], images=folder), processor, progress=False)
+    trainer = FusionTrainer(ConversationModel(module), device="cpu")
+    with pytest.raises(DataError, match=rf"a text has \d+ tokens, .* takes {limit}; shorten"):
+        trainer.train_step([dataset.collate([dataset[0]])])
 
 
 def test_workers_processes_give_the_batches_of_threads(folder: Path) -> None:  # noqa: F811
