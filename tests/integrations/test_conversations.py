@@ -123,6 +123,19 @@ def test_a_family_is_sized_collated_and_trained(name: str, folder: Path) -> None
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
+def test_a_rule_that_fails_on_an_image_gives_way_to_real_calls(folder: Path) -> None:
+    processor, _ = build("LLaVA")
+    talks = conversations(folder, one_answer=True)
+    expected = conversation_sizes(talks, processor, progress=False)
+
+    def fails(image_sizes: Any) -> None:
+        raise RuntimeError("maximum size for tensor at dimension 3 is 0 but size is 8")
+
+    processor._get_num_multimodal_tokens = fails
+    found = conversation_sizes(talks, processor, progress=False)
+    assert found.num_tokens.tolist() == expected.num_tokens.tolist()
+
+
 def test_a_batch_of_one_sample_is_as_long_as_planned(folder: Path) -> None:
     processor, _ = build("Qwen2-VL")
     talks = conversations(folder, one_answer=False)
