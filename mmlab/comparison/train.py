@@ -228,6 +228,8 @@ class _Training:
         self._loader.weights = weights
         # evaluation in mid-epoch takes the first batches only: random ones are a fair sample, sorted ones not
         order = "random" if options.eval_batches else "sorted"
+        if run.rank != 0:  # all ranks read all held-out samples, and one of them tells which are bad
+            loading["emit"] = lambda event: None
         self._held_out = held_out_loader(held_out_set, order, **loading)
         self.trainer = FusionTrainer(
             packed_if_planned(model, self._loader.plan, train_set),
