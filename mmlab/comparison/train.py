@@ -300,7 +300,11 @@ class _Training:
                 raise
             raise watch.explained(error) from error  # says which rank failed and broke off the exchange
         if not left:
-            self._recall()
+            self._say(f"{self.folder}: all {trainer.epoch} epochs were done; nothing is left to train")
+        if self._loss is None:  # no step was left
+            state = RunState(self.folder)
+            state.poll()
+            self._loss, self._evaluation = summarize(state)["loss"], _finite(state.latest("eval"))
         self._save_model()
         best = self._checkpoints.best
         return TrainingResult(
@@ -346,13 +350,6 @@ class _Training:
         }
         self._run.start(trainer.step, **values)
         self._bar.initial = self._bar.n = self._epochs_done()
-
-    def _recall(self) -> None:
-        """Take loss and evaluation from the run's events, and say that nothing was left to train."""
-        state = RunState(self.folder)
-        state.poll()
-        self._loss, self._evaluation = summarize(state)["loss"], _finite(state.latest("eval"))
-        self._say(f"{self.folder}: all {self.trainer.epoch} epochs were done; nothing is left to train")
 
     def _save_model(self) -> None:
         """Save a vision-language model for `from_pretrained`; under fsdp only checkpoints hold it."""

@@ -301,6 +301,10 @@ def test_a_run_says_what_it_found_and_goes_on_when_it_gets_more_epochs(
     planned = [event.values["num_steps"] for event in events if event.kind == "start"]
     assert planned == [first.num_steps] * 2, "steps of the run, not of the learning rate's schedule"
 
+    shutil.rmtree(Checkpoints(tmp_path / "small" / "checkpoints").paths[-1])
+    at_last_step = train(load_config(config, small), runs=tmp_path, resume="auto", progress=False)
+    assert (at_last_step.num_epochs, at_last_step.loss) == (1, first.loss)
+
     small[0] = "trainer.num_epochs=2"
     more = train(
         load_config(config, [*small, "trainer.lr=1e-4"]), runs=tmp_path, resume="auto", progress=False
