@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmlab.errors import DataError, OptionError, check_is, check_numbers
+from mmlab.errors import DataError, MmlabError, OptionError, check_is, check_numbers
 from mmlab.runs.control import Control
 from mmlab.training.checkpoint.keeping import Checkpoints
 from mmlab.training.evaluation import meanings_of
@@ -240,7 +240,9 @@ class FusionTrainer(TrainerSetup):
         """Leave the window's gradient in the weights; returns the objectives' means."""
         try:
             return self.strategy.gradient(window)
-        except BaseException:
+        except BaseException as error:
+            if max(window.num_parts, default=1) > 1 and not isinstance(error, MmlabError):
+                error.add_note("while a batch that had run out of memory ran again in parts")
             window.reset()
             raise
 

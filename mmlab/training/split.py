@@ -203,11 +203,10 @@ class Window:
             raise RunError(f"no memory for a dummy batch while other ranks compute ({failure})")
         num_parts = self.num_parts[self._number - 1] = min(2 * tried, len(batch))
         self.trainer.ran_out(self.trainer.phase, failure, num_parts)
-        shape = batch.shape
         if tried == len(batch) and self._rows.stop - self._rows.start == 1:
             raise RunError(
                 f"sample {batch.record_ids[self._rows.start]!r} does not fit into memory by itself: "
-                f"{described(*shape[1:])} ({failure}); shorten its text, shrink its image, use "
+                f"{described(*batch.shape[1:])} ({failure}); shorten its text, shrink its image, use "
                 "checkpointing=True or 16-bit precision, or a device with more memory"
             )
         if tried == len(batch):

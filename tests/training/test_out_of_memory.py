@@ -251,6 +251,20 @@ def test_running_statistics_see_each_part_once(fail_at, num_parts):
     }
 
 
+def test_an_error_in_a_part_says_that_memory_ran_out_before():
+    options = {"text_dim": 32, "text_depth": 1, "hidden_dim": 32, "embed_dim": 16, "head_dim": 16}
+    model = build_model("resnet18", vocab_size=50, **options)
+
+    def scarce(_model, inputs):
+        if len(inputs[0]) > 1:
+            raise torch.OutOfMemoryError("simulated")
+
+    model.register_forward_pre_hook(scarce)
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        FusionTrainer(model, device="cpu").train_step([make_batch([(4, 32, 32)] * 4)])
+    assert caught.value.__notes__ == ["while a batch that had run out of memory ran again in parts"]
+
+
 def test_an_evaluation_that_does_not_fit_is_done_in_halves_with_the_same_result():
     events: list[RunEvent] = []
     trainer = make_trainer(emit=events.append)
