@@ -31,8 +31,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
 
 from mmlab.errors import OptionError, RunError
 from mmlab.model.fusion_model import IMAGE_MODULES, Encoded, FusionModel
@@ -152,16 +152,14 @@ class BranchStrategy(RanksStrategy):
         }
         return {part: math.hypot(*of_part) for part, of_part in norms.items() if of_part}
 
-    def state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def state_dict(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         self.gather_weights()
         self._share_moments(optimizer)
         state = super().state_dict(model, optimizer)
         self._forget_moments(optimizer)
         return state
 
-    def load_state_dict(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
+    def load_state_dict(self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         super().load_state_dict(model, optimizer, state)
         self._forget_moments(optimizer)
 
@@ -170,7 +168,7 @@ class BranchStrategy(RanksStrategy):
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             self.broadcast(tensor, self._owner(name))
 
-    def _share_moments(self, optimizer: torch.optim.Optimizer) -> None:
+    def _share_moments(self, optimizer: Optimizer) -> None:
         """Give each rank AdamW's state of the other one's weights; `_forget_moments` undoes it."""
         for name, weight in self.model.named_parameters():
             own, state = self.owns(name), optimizer.state
@@ -181,7 +179,7 @@ class BranchStrategy(RanksStrategy):
             for key in ("step", "exp_avg", "exp_avg_sq"):  # in one order on both ranks
                 self.broadcast(state[weight][key], self._owner(name))
 
-    def _forget_moments(self, optimizer: torch.optim.Optimizer) -> None:
+    def _forget_moments(self, optimizer: Optimizer) -> None:
         """Drop the optimizer's state of the weights that this rank does not train."""
         for name, weight in self.model.named_parameters():
             if not self.owns(name):

@@ -91,7 +91,7 @@ class DDPStrategy(ReduceStrategy):
             raise CollectiveFailed(
                 f"rank {self.rank} failed inside the reduction of gradients, which cannot be resumed: "
                 f"{problem or error}; resume from the last checkpoint, with strategy='reduce' if memory ran out there"
-            ) from error
+            ) from problem or error
 
     def extra_stats(self) -> list[float]:
         return [float(index in self._used) for index in range(len(self.weights))]

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 from mmlab.errors import OptionError
 from mmlab.parallel.reduce import ReduceStrategy
@@ -86,7 +87,7 @@ class FSDPStrategy(ReduceStrategy):
         raise CollectiveFailed(
             f"rank {self.rank} failed where the ranks gather weights from each other: {problem or 'memory ran out'}; resume "
             "from the last checkpoint, with smaller batches if memory ran out"
-        )
+        ) from problem
 
     def apply_extra_stats(self, sums: Sequence[float]) -> None:
         self.add_gradients(self._scalars)
@@ -94,7 +95,7 @@ class FSDPStrategy(ReduceStrategy):
     def evaluate(self, work: Callable[[], Result]) -> Result:
         try:
             return self._root(work)
-        except torch.OutOfMemoryError as error:
+        except Exception as error:
             self.drain_reduction(error)
         finally:
             self._root.reshard()
@@ -119,7 +120,7 @@ class FSDPStrategy(ReduceStrategy):
             if (weights := [each for each in group["params"] if hasattr(each, "to_local") == is_sharded])
         ]
 
-    def state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def state_dict(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's shares. Moments are indexed as in one process, where groups are not split in two, so
         that any number of ranks can read them under any strategy."""
         self.gather_weights()  # what all ranks hold whole, any of them may write
@@ -137,9 +138,7 @@ class FSDPStrategy(ReduceStrategy):
         state = {place: own for weight, place in places.items() if (own := optimizer.state.get(weight))}
         return {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}
 
-    def load_state_dict(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
+    def load_state_dict(self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load this rank's shares: cut from whole tensors, or already read as shares."""
         own = model.state_dict()
         shares = {name: _share_of(tensor, own.get(name)) for name, tensor in state["model"].items()}

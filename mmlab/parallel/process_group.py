@@ -17,6 +17,7 @@ from torch import Tensor, distributed, nn
 from mmlab.errors import RunError
 from mmlab.parallel.faults import current_watch
 from mmlab.training.out_of_memory import retried
+from mmlab.training.strategy import CollectiveFailed
 
 Result = TypeVar("Result")
 _BUCKET_BYTES = 4 << 20  # about as many bytes of gradients in a message, and of memory for it
@@ -99,12 +100,15 @@ class ProcessGroup:
         Raises:
             RunError: it failed on some ranks, which the message names; raised on every rank. A single process
                 raises its own error.
+            CollectiveFailed: an exchange inside `work` failed; the other ranks are left waiting.
         """
         if self.world_size == 1:
             return [work()]
         found, problem, words = None, None, ""
         try:
             found = work()
+        except CollectiveFailed:  # the others wait in that exchange, and would take this one for it
+            raise
         except Exception as error:
             problem, words = error, f"{type(error).__name__}: {error}"
         answers: list[Any] = [None] * self.world_size

@@ -157,10 +157,7 @@ class ReduceStrategy(RanksStrategy):
         except Exception as error:
             problem = error
         if terms is None:
-            try:
-                self.drain_reduction(problem)
-            except CollectiveFailed as error:
-                raise error from problem
+            self.drain_reduction(problem)
         if self.largest(terms is None):
             window.reset()
             terms = None

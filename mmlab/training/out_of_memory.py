@@ -33,8 +33,8 @@ def out_of_memory_in(work: Callable[[], object]) -> str | None:
         work()
     except (torch.OutOfMemoryError, MemoryError) as error:
         return (str(error) or type(error).__name__).splitlines()[0]
-    except RuntimeError as error:
-        if not any(text in str(error) for text in _WITHOUT_TYPE):
+    except RuntimeError as error:  # a RunError may quote such a message
+        if isinstance(error, RunError) or not any(text in str(error) for text in _WITHOUT_TYPE):
             raise
         return str(error).splitlines()[0]
     return None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mmlab.errors import OptionError, RunError
 from mmlab.machine import place_of_process
@@ -106,13 +107,11 @@ class Strategy:
         """Call `work`, which runs a forward pass without a backward pass."""
         return work()
 
-    def state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def state_dict(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """`model` and `optimizer`, as in one process or this rank's share; collective."""
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
-    def load_state_dict(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
+    def load_state_dict(self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` of any strategy returned. The optimizer keeps its own options; collective."""
         model.load_state_dict(state["model"])
         own = [group["weight_decay"] for group in optimizer.param_groups]

@@ -9,13 +9,15 @@ from pathlib import Path
 from types import FrameType
 
 from mmlab.cli.main import main
-from mmlab.model.fusion_model import FusionModel
+from mmlab.model.fusion_model import FusionModel, FusionOutput
 from mmlab.parallel.branch import BranchStrategy
 from mmlab.pricing.virtual_device import VirtualDevice
+from mmlab.types import Batch
 
-WAYS = ("stopped", "stuck", "memory", "disk", "branch", "sharing", "sharded")
+WAYS = ("stopped", "stuck", "memory", "disk", "branch", "sharing", "sharded", "evaluating")
 HANGING = ("stopped", "stuck", "branch", "sharing")  # rank 1 does not end by itself
 TIMEOUT_S = 5
+_FORWARD = FusionModel.forward
 
 
 def train_until_it_fails(config: Path, runs: Path, way: str) -> None:
@@ -30,6 +32,8 @@ def train_until_it_fails(config: Path, runs: Path, way: str) -> None:
             BranchStrategy.gather_weights = stop_here  # type: ignore[method-assign]
         elif way == "sharded":  # in the forward pass, while the other rank waits for this one's weights
             FusionModel.forward = fail_here  # type: ignore[method-assign]
+        elif way == "evaluating":
+            FusionModel.forward = fail_in_evaluation  # type: ignore[method-assign]
         else:
             replace_open_file(
                 runs / way / f"events-rank{rank}.jsonl",
@@ -45,7 +49,7 @@ def train_until_it_fails(config: Path, runs: Path, way: str) -> None:
         arguments += ["--set", f"parallel.timeout_s={TIMEOUT_S}"]
     if way in ("branch", "sharing"):
         arguments += ["--set", "parallel.strategy=branch"]
-    if way == "sharded":
+    if way in ("sharded", "evaluating"):
         arguments += ["--set", "parallel.strategy=fsdp"]
     with device if way == "memory" and rank else nullcontext():
         os._exit(main(arguments))
@@ -59,6 +63,13 @@ def stop_here(strategy: BranchStrategy) -> None:
 def fail_here(model: FusionModel, batch: object) -> None:
     """In the place of a method: an error of this rank's own."""
     raise ValueError("an odd batch")
+
+
+def fail_in_evaluation(model: FusionModel, batch: Batch) -> FusionOutput:
+    """In the place of a method: memory runs out, in an error without a type of its own."""
+    if not model.training:
+        raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+    return _FORWARD(model, batch)
 
 
 def hanging_file() -> int:
