@@ -147,7 +147,7 @@ def load_config(path: str | Path, changes: Iterable[str] = ()) -> RunConfig:
 
 
 def _check_conversations(config: RunConfig, sections: Mapping[str, Section], path: Path) -> None:
-    """Refuse options that apply to image-text pairs only."""
+    """Raise OptionError for options that apply to image-text pairs only."""
     if "name" not in config.model:
         raise OptionError(f"{path}: processor is of a vision-language model; give its [model] name too")
     refuse_preset(config.model["name"], f"{path}: [model] name")

@@ -99,7 +99,7 @@ class Overview:
         lines = [
             f"{found['source']}: {found['num_records']} records of {found['num_images']} images"
             + (f" ({splits})" if splits else ""),
-            *[_LABELS.format(found["num_labels"])] * (records.labels is not None),
+            *([] if records.labels is None else [_LABELS.format(found["num_labels"])]),
             "",
             self.table.to_string(),
             "",

@@ -258,7 +258,7 @@ class Comparison:
     def _too_short(self) -> str:
         """Says that an epoch has too few steps, where it has."""
         num_steps = min(arm.num_batches for arm in self.arms)
-        return f"an epoch of {num_steps} steps is too short to judge speed" * (num_steps < FEW_STEPS)
+        return f"an epoch of {num_steps} steps is too short to judge speed" if num_steps < FEW_STEPS else ""
 
     @property
     def headline(self) -> str:

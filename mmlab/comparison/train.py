@@ -18,17 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import distributed, nn
 
+from mmlab.comparison import preparation
 from mmlab.comparison.config import RunConfig, changed_options, load_config
 from mmlab.comparison.options import LoaderOptions, names_of
 from mmlab.comparison.plan import LIMIT, plan_run
-from mmlab.comparison.preparation import (
-    costs_of,
-    describe_machine,
-    held_out_loader,
-    make_datasets,
-    make_model,
-    packed_if_planned,
-)
 from mmlab.comparison.run import Run
 from mmlab.data.text import load_tokenizer
 from mmlab.errors import DataError, OptionError, check_is
@@ -212,10 +205,10 @@ class _Training:
         )
         tokenizer = str(folder / _TOKENIZER) if self._kept else data.tokenizer
         data = dataclasses.replace(data, processor=config.processor, tokenizer=tokenizer)
-        train_set, held_out_set = make_datasets(
+        train_set, held_out_set = preparation.make_datasets(
             data.path, data, ratios=config.sampling.ratios, seed=options.seed, progress=not bar.disable
         )
-        model = make_model(config.model, train_set, seed=options.seed)
+        model = preparation.make_model(config.model, train_set, seed=options.seed)
         objectives = parse_objectives(model, options.objectives, tokenizer=train_set.tokenizer)
         planner, weights, memory = plan_run(
             config, run, train_set, model, objectives, device, folder / _MEMORY,
@@ -230,9 +223,9 @@ class _Training:
         order = "random" if options.eval_batches else "sorted"
         if run.rank != 0:  # all ranks read all held-out samples, and one of them tells which are bad
             loading["emit"] = lambda event: None
-        self._held_out = held_out_loader(held_out_set, order, **loading)
+        self._held_out = preparation.held_out_loader(held_out_set, order, **loading)
         self.trainer = FusionTrainer(
-            packed_if_planned(model, self._loader.plan, train_set),
+            preparation.packed_if_planned(model, self._loader.plan, train_set),
             options,
             objectives=objectives,
             strategy=make_strategy(config.parallel),
@@ -336,7 +329,7 @@ class _Training:
                 self._loader.dataset.tokenizer.save_pretrained(self.folder / _TOKENIZER)
             if left or not path.exists():
                 replace_file(path, config.toml())
-        machine = describe_machine(str(trainer.device))
+        machine = preparation.describe_machine(str(trainer.device))
         values = {
             "run_name": config.name,
             "scheduler": config.scheduler.get("name", "budget"),
@@ -361,7 +354,7 @@ class _Training:
     def _epochs_done(self) -> float:
         """Epochs done; the current one counts by the cost of its batches, since steps differ in time."""
         loader, plan = self._loader, self._loader.plan
-        num_before, costs = len(loader) - len(plan), costs_of(plan)
+        num_before, costs = len(loader) - len(plan), preparation.costs_of(plan)
         left = costs[max(0, self.trainer.epoch_batches - num_before) :].sum() / max(1.0, costs.sum())
         if num_before:  # on another number of ranks: the plan is that of the rest
             left *= self._world_size * len(plan.columns.order) / len(loader.dataset)

@@ -25,15 +25,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mmlab.comparison import preparation
 from mmlab.comparison.options import ComparisonOptions
-from mmlab.comparison.preparation import (
-    augmentation,
-    costs_of,
-    held_out_loader,
-    model_of,
-    packed_if_planned,
-    with_sampling,
-)
 from mmlab.comparison.result import ArmResult
 from mmlab.comparison.run import Run
 from mmlab.comparison.sizing import Sized, largest_batches
@@ -77,8 +70,9 @@ class ComparisonSetup:
         """A model with the comparison's initial weights, packed where the plan is, and its trainer."""
         gc.collect()  # frees the trainer before this one: trainers are in reference cycles
         options = self.options
+        model = preparation.model_of(options, self.train_set)
         return FusionTrainer(
-            packed_if_planned(model_of(options, self.train_set), plan, self.train_set),
+            preparation.packed_if_planned(model, plan, self.train_set),
             precision=options.precision,
             device=options.device,
             lr=options.lr,
@@ -92,7 +86,7 @@ class ComparisonSetup:
     def expected(self, plan: BatchPlan) -> NDArray[np.float64]:
         """What each batch adds to the progress of a run: predicted seconds, or tokens and patches."""
         _, time = self.sized.prices(plan)
-        return costs_of(plan) if time is None else time.batch_s(plan)
+        return preparation.costs_of(plan) if time is None else time.batch_s(plan)
 
     def peak_of_one_step(self, plan: BatchPlan, rows: Sequence[int]) -> tuple[int, str]:
         """Peak bytes of one training step on these samples, and how they were counted.
@@ -118,13 +112,13 @@ class ComparisonRun:
     def __init__(self, name: str, scheduler: Scheduler, setup: ComparisonSetup) -> None:
         options = setup.options
         self.name, self._scheduler, self._setup = name, scheduler, setup
-        planner, weights = with_sampling(scheduler, setup.train_set, options, progress=False)
+        planner, weights = preparation.with_sampling(scheduler, setup.train_set, options, progress=False)
         self._loader = PlannedLoader(
             setup.train_set,
             planner,
             num_workers=options.num_workers,
             pin_memory=options.device.startswith("cuda"),
-            augment=augmentation(options.augment),
+            augment=preparation.augmentation(options.augment),
         )
         self._loader.weights = weights
         plans = [planner.plan(setup.train_set.sizes, epoch=epoch) for epoch in range(options.epochs)]
@@ -169,7 +163,7 @@ class ComparisonRun:
         sized = self._setup.sized
         memory, _ = sized.prices(plan)
         # tokens and patches are limited, also of packs whose bytes cannot be predicted; at equal memory bytes are
-        costs, limit = costs_of(plan), sized.budget or plan.limits.budget
+        costs, limit = preparation.costs_of(plan), sized.budget or plan.limits.budget
         needed = costs if memory is None else plan.costs(memory)
         if sized.budget is None and memory is not None:
             costs, limit = needed, sized.limit_bytes
@@ -289,7 +283,7 @@ def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool
     `room` on the disk is set free before the runs' ends are written.
     """
     num_epochs = setup.options.epochs
-    held_out = held_out_loader(setup.held_out_set)
+    held_out = preparation.held_out_loader(setup.held_out_set)
     try:
         total = num_epochs * len(runs)
         with ExitStack() as stack, progress_bar(total=total, unit="epoch", show=progress) as bar:
