@@ -51,7 +51,7 @@ class Device:
     kind: str = "cuda"
 
     def check_precision(self, precision: str) -> None:
-        """Refuse a precision that the device does not support.
+        """Check that the device supports a precision.
 
         Raises:
             OptionError: it is not supported; the message names those that are.

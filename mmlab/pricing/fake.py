@@ -16,14 +16,9 @@ import torch
 from torch import nn
 
 from mmlab.errors import check_name
+from mmlab.pricing import torch_internals
 from mmlab.pricing.attention import cuda_attention
 from mmlab.pricing.backward import python_backward
-from mmlab.pricing.torch_internals import (
-    QuickFakeMode,
-    cuda_attention_replaced,
-    mixed_precision_without_driver,
-    reading_known_values,
-)
 from mmlab.pricing.values import Answers
 from mmlab.types import Batch
 
@@ -52,7 +47,7 @@ class FakeDevice:
     def __init__(self, device: str = "cuda") -> None:
         check_name("device to price", device, ("cuda", "cpu"))
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-        self._mode, self._answers = QuickFakeMode(allow_fallback_kernels=False), Answers()
+        self._mode, self._answers = torch_internals.QuickFakeMode(allow_fallback_kernels=False), Answers()
         self.reads = self._answers.reads
         self._entered: list[ExitStack] = []
 
@@ -62,9 +57,9 @@ class FakeDevice:
                 if not torch.cuda.is_available():
                     stack.enter_context(python_backward())
                     stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # else RNNs need it
-                stack.enter_context(mixed_precision_without_driver())
-                stack.enter_context(cuda_attention_replaced(cuda_attention))
-            stack.enter_context(reading_known_values(self._answers.known))
+                stack.enter_context(torch_internals.mixed_precision_without_driver())
+                stack.enter_context(torch_internals.cuda_attention_replaced(cuda_attention))
+            stack.enter_context(torch_internals.reading_known_values(self._answers.known))
             stack.enter_context(self._mode)
             stack.enter_context(self._answers)
             self._entered.append(stack.pop_all())

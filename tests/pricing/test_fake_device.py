@@ -47,7 +47,7 @@ def test_a_step_is_traced_as_in_fake_mode_of_torch(
     torch.manual_seed(0)
     quick = StepTracer(make(), device=device, precision=precision)
     traces = [quick(shape), quick(shape)]
-    monkeypatch.setattr("mmlab.pricing.fake.QuickFakeMode", FakeTensorMode)
+    monkeypatch.setattr("mmlab.pricing.torch_internals.QuickFakeMode", FakeTensorMode)
     expected = StepTracer(make(), device=device, precision=precision)(shape)
     for trace in traces:
         assert np.array_equal(trace.live_bytes, expected.live_bytes)
