@@ -211,12 +211,7 @@ def separate_samples(size, image, members, starts, batch_of, num_batches, limit,
     value, tried = np.zeros(num_batches), np.full(num_batches, -1, np.int64)
     state = _State(size, batch_of, image, members, starts, most, num_samples, value)
     for sample in range(len(image)):
-        batch = batch_of[sample]
-        num_samples[batch] += 1
-        for side in range(3):
-            most[batch, side] = max(most[batch, side], size[sample, side])
-    for batch in range(num_batches):
-        value[batch] = _value(state, batch, num_samples[batch], objective, price)
+        _put(state, sample, batch_of[sample], 1, objective, price)
     for sample in range(len(image)):
         batch = batch_of[sample]
         if not _would_collide(state, batch, sample):

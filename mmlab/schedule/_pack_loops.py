@@ -139,8 +139,10 @@ def _close_gaps(pool, pooled, pack, members, count, text_left, image_left, room)
             if turn > 0:
                 pool.taken[out] = False
                 pool.pack_of_group[pool.group[out]] = -1
-            members[turn if turn > 0 else count] = chosen
-            count += turn == 0
+                members[turn] = chosen
+            else:
+                members[count] = chosen
+                count += 1
             pool.taken[chosen] = True
             pool.pack_of_group[pool.group[chosen]] = pack
             text_left = text_open - pool.text[chosen]

@@ -114,7 +114,7 @@ class PaddedTokens:
         return MaxPolynomial(np.ones((1, 2)), np.array([[1, 1, 0], [1, 0, 1]]), self.unit, self.patch)
 
 
-# a budget is exceeded by more than this factor only: the same cost summed in another order differs in its last bits
+# a cost exceeds a budget only above this factor: the same cost, summed in another order, differs in its last bits
 ROUNDING = 1 + 1e-9
 FREE = MaxPolynomial(np.zeros((1, 1)), np.zeros((1, 3), dtype=np.int64))  # where nothing is limited
 

@@ -18,18 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmlab.errors import OptionError, check_is
+from mmlab.schedule import cost as costs
 from mmlab.schedule.base import BLOCK_SIZE, Scheduler
 from mmlab.schedule.classic import aspect_class
 from mmlab.schedule.collisions import images_of, resolve_collisions
 from mmlab.schedule.columns import Block, Ints, Limits, stable_order
-from mmlab.schedule.cost import (
-    ROUNDING,
-    MaxPolynomial,
-    PaddedTokens,
-    check_samples_fit,
-    costliest_sample,
-    max_batch_size,
-)
 from mmlab.schedule.metrics import lengths, sides, work
 from mmlab.schedule.ranks import balance
 from mmlab.types import PATCH, CostModel, SampleSizes
@@ -63,7 +56,7 @@ class Budget(Scheduler):
     """
 
     budget: float | None = None
-    cost: CostModel = field(default_factory=PaddedTokens)
+    cost: CostModel = field(default_factory=costs.PaddedTokens)
     allow_collisions: bool = False
     time: CostModel | None = None
     window: int | None = None
@@ -75,27 +68,32 @@ class Budget(Scheduler):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_is("cost", self.cost, "as_polynomial", "a cost model with as_polynomial()")
-        if (time := self.time) is not None:
-            if (unit := getattr(time, "unit", "no unit")) != "seconds":
-                raise OptionError(f"time must predict seconds, found {type(time).__name__} in {unit}")
-            two = [(getattr(m, "fingerprint", None), getattr(m, "conditions", {})) for m in (time, self.cost)]
-            for name in ("model", "precision", "checkpointing"):
-                one, other = (made_for if name == "model" else of.get(name) for made_for, of in two)
-                if None not in (one, other) and one != other:
-                    raise OptionError(f"time is of {name} {one}, cost of {name} {other}; fit both alike")
-            if (patch := getattr(time, "patch", PATCH)) != self._patch:
-                raise OptionError(
-                    f"time counts image patches of {patch} pixels and cost those of {self._patch}; give both for one model"
-                )
+        if self.time is not None:
+            self._check_time(self.time)
+
+    def _check_time(self, time: CostModel) -> None:
+        """Raise OptionError if this is no time model, or one of another model or setting than `cost`."""
+        if (unit := getattr(time, "unit", "no unit")) != "seconds":
+            raise OptionError(f"time must predict seconds, found {type(time).__name__} in {unit}")
+        both = (time, self.cost)
+        made_for = [{"model": getattr(m, "fingerprint", None), **getattr(m, "conditions", {})} for m in both]
+        for name in ("model", "precision", "checkpointing"):
+            of_time, of_cost = (setting.get(name) for setting in made_for)
+            if None not in (of_time, of_cost) and of_time != of_cost:
+                raise OptionError(f"time is of {name} {of_time}, cost of {name} {of_cost}; fit both alike")
+        if (patch := getattr(time, "patch", PATCH)) != self._patch:
+            raise OptionError(
+                f"time counts image patches of {patch} pixels and cost those of {self._patch}; give both for one model"
+            )
 
     def limits(self, sizes: SampleSizes) -> Limits:
         budget = self.budget
         if budget is None:
             text, image, _ = mean_lengths(sizes, self._patch)
             budget = DEFAULT_MEAN_SAMPLES * float(self.cost.as_polynomial().at(1, text, image))
-            budget = max(budget, costliest_sample(self.cost, sizes, enough=budget)[1])
+            budget = max(budget, costs.costliest_sample(self.cost, sizes, enough=budget)[1])
         else:
-            check_samples_fit(self.cost, sizes, budget)
+            costs.check_samples_fit(self.cost, sizes, budget)
         return Limits(self.cost, budget, time=self.time)
 
     def block_size(self, num_samples: int) -> int:
@@ -106,7 +104,7 @@ class Budget(Scheduler):
         window = self.window or min(BLOCK_SIZE, max(_SMALLEST_WINDOW, len(sizes) // 3))
         num_windows = max(1, round(len(rows) / window))
         objective = self._objective(sizes, rows, limits.budget)
-        budget = limits.budget * ROUNDING
+        budget = limits.budget * costs.ROUNDING
         cut = partial(self._cut_windows, sizes, budget=budget, objective=objective)
         if self.allow_collisions:
             return cut(rows, np.arange(len(rows)) * num_windows // len(rows))
@@ -137,7 +135,7 @@ class Budget(Scheduler):
     def _patch(self) -> int:
         return getattr(self.cost, "patch", PATCH)
 
-    def _objective(self, sizes: SampleSizes, rows: Ints, budget: float) -> MaxPolynomial:
+    def _objective(self, sizes: SampleSizes, rows: Ints, budget: float) -> costs.MaxPolynomial:
         """The cost whose sum over the batches of these rows is to be minimised.
 
         Without a time model: padded tokens, and a share of a full batch of average samples for each batch.
@@ -146,28 +144,26 @@ class Budget(Scheduler):
             return self.time.as_polynomial()
         text, area = (float(length.mean()) for length in lengths(sizes, self._patch, rows))
         side = round(area**0.5) * self._patch
-        full = max_batch_size(self.cost, round(text), side, side, budget) * (text + area)
+        full = costs.max_batch_size(self.cost, round(text), side, side, budget) * (text + area)
         overhead = self._overhead_ratio * full
         exponents = np.array([(1, 1, 0), (1, 0, 1), (0, 0, 0)])
-        return MaxPolynomial(np.array([[1.0, 1.0, overhead]]), exponents, patch=self._patch)
+        return costs.MaxPolynomial(np.array([[1.0, 1.0, overhead]]), exponents, patch=self._patch)
 
     def _cut_windows(
-        self, sizes: SampleSizes, rows: Ints, window: Ints, budget: float, objective: MaxPolynomial
+        self, sizes: SampleSizes, rows: Ints, window: Ints, budget: float, objective: costs.MaxPolynomial
     ) -> Block:
         """Batches of `rows` that stay inside a window, ordered by window and, in each, by size."""
-        text, high, wide = keys = sides(sizes, self._patch, rows)
-        order = _order_by(window, aspect_class(high, wide, 8), high, wide, text)
-        limit, orders = self.cost.as_polynomial(), [order]
+        from mmlab.schedule._dense_loops import cut_optimally
+
+        text, high, wide = sides(sizes, self._patch, rows)
+        orders = [_order_by(window, aspect_class(high, wide, 8), high, wide, text)]
         if self.time is not None:  # batches may mix image sizes, where that costs less than mixing texts
             octave = np.log2(np.maximum(text, 1)).astype(np.int64)
             orders.append(_order_by(window, octave, aspect_class(high, wide, 4), high, wide, text))
-        from mmlab.schedule._dense_loops import cut_optimally
-
-        bounds = float(budget), self.max_batch_size
-        cuts = []
+        polynomials, cuts = (self.cost.as_polynomial().columns, objective.columns), []
         for order in orders:
-            columns = (column[order] for column in (*keys, window))
-            ends, total = cut_optimally(*columns, limit.columns, objective.columns, *bounds)
+            columns = (column[order] for column in (text, high, wide, window))
+            ends, total = cut_optimally(*columns, *polynomials, float(budget), self.max_batch_size)
             cuts.append((total, Block(rows[order], ends)))
         return min(cuts, key=lambda cut: cut[0])[1]
 
@@ -199,7 +195,8 @@ class Memory(Budget):
     def limits(self, sizes: SampleSizes) -> Limits:
         assert self.budget is not None
         remedy = f"raise the budget to this cost / {self.target_ratio:g}, or cut the text or the image"
-        check_samples_fit(self.cost, sizes, limit := self.target_ratio * self.budget, remedy)
+        limit = self.target_ratio * self.budget
+        costs.check_samples_fit(self.cost, sizes, limit, remedy)
         return Limits(self.cost, limit, time=self.time)
 
 
@@ -225,7 +222,9 @@ class Fastest(Budget):
             )
 
 
-def _costs(cost: MaxPolynomial, batches: Block, text: Ints, high: Ints, wide: Ints) -> NDArray[np.float64]:
+def _costs(
+    cost: costs.MaxPolynomial, batches: Block, text: Ints, high: Ints, wide: Ints
+) -> NDArray[np.float64]:
     """(b,) the cost of each batch, from the sides of its samples."""
     return cost.at(batches.counts, batches.largest(text), batches.largest(high) * batches.largest(wide))
 

@@ -100,7 +100,7 @@ class EpochBlocks:
         if block not in self._built:
             if len(self.sizes) > _KEPT_SAMPLES:
                 self._built.clear()
-            if self.taken and not block:
+            if self.taken and block == 0:
                 batches = self._cut(self._left_over[0], self.world_size, self.first, len(self.taken))
             else:
                 number = self._block_in_epoch(block)
@@ -124,7 +124,7 @@ class EpochBlocks:
         if (rest.epoch, rest.first, rest.taken) == (self.epoch, self.first, self.taken):
             return Position(0, batch)
         block = rest.first - self._block_in_epoch(0)
-        if rest.epoch != self.epoch or rest.taken or block < bool(self.taken):
+        if rest.epoch != self.epoch or rest.taken or block < (1 if self.taken else 0):
             raise OptionError("this state is of another plan; give it to the scheduler's resume()")
         return Position(block, batch)
 

@@ -123,9 +123,9 @@ class LivePlan:
         while True:
             with epoch.lock:
                 epoch.num_handed = place
-                now = next(begun for begun in reversed(epoch.parts) if begun.first <= place)
-                if now is not part:
-                    part, plan = now, now.plan
+                current = next(begun for begun in reversed(epoch.parts) if begun.first <= place)
+                if current is not part:
+                    part, plan = current, current.plan
                     if self._world_size > 1:
                         plan = plan.shard(self._rank, self._world_size)
                     batches = iter(plan.skip((place - part.first) // self._world_size))

@@ -255,7 +255,8 @@ class Mixed(Drawing):
         length = {"keep": counts.sum(), "undersample": once.min(), "oversample": once.max()}[self.length]
         exact = shares * round(float(length))
         quotas = np.floor(exact).astype(np.int64)
-        quotas[np.argsort(quotas - exact, kind="stable")[: round(float(exact.sum())) - quotas.sum()]] += 1
+        most_missing = np.argsort(quotas - exact, kind="stable")[: round(float(exact.sum())) - quotas.sum()]
+        quotas[most_missing] += 1
         if self.length == "undersample":
             quotas = np.minimum(quotas, counts)
         elif self.length == "oversample":

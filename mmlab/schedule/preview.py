@@ -94,8 +94,10 @@ class Preview:
         same = [name for name in [*table][1:] if len(table) > 1 and table[name].nunique() == 1]
         notes = ["all have " + ", ".join(f"{name} {table[name].iloc[0]}" for name in same)] if same else []
         for entry in _LEGEND.split("; "):
-            notes += [entry] * any(name.endswith(entry.partition(":")[0]) for name in table)
-        notes += PACKED_NOTE.split("; ")[: 1 + ("epoch_s" in table)] * ("packed" in table.index)
+            if any(name.endswith(entry.partition(":")[0]) for name in table):
+                notes.append(entry)
+        if "packed" in table.index:
+            notes.append(PACKED_NOTE if "epoch_s" in table else PACKED_NOTE.partition(";")[0])
         return table.drop(columns=same), "; ".join(notes)
 
     def __str__(self) -> str:
@@ -146,10 +148,10 @@ def preview(
     check_numbers(locals())
     sizes = sizes_of(samples)
     if isinstance(schedulers, Mapping):
-        own = {kind.world_size for kind in schedulers.values()}
-        if budget is not None or changes or not own <= {ranks}:
+        planned_for = {scheduler.world_size for scheduler in schedulers.values()}
+        if budget is not None or changes or not planned_for <= {ranks}:
             raise OptionError(
-                f"these schedulers have options of their own, and plan for {', '.join(map(str, own))} ranks: "
+                f"these schedulers have options of their own, and plan for {', '.join(map(str, planned_for))} ranks: "
                 "give that as ranks, and neither a budget nor options"
             )
         planners, setting = dict(schedulers), ""
@@ -166,8 +168,8 @@ def preview(
         planners = {name: scheduler_among(name, options) for name in listed(schedulers)}
         setting = f"budget: {budget:,.0f} padded tokens a batch, or {options['batch_size']} samples where the size is fixed; "
     figures = {}
-    for name, kind in planners.items():
-        plans = [kind.plan(sizes, epoch=epoch) for epoch in range(epochs)]
+    for name, scheduler in planners.items():
+        plans = [scheduler.plan(sizes, epoch=epoch) for epoch in range(epochs)]
         figures[name] = _measure(plans, budget, ranks, prices, patch)
     return Preview(figures, budget, f"{setting}ranks: {ranks}; epochs: {epochs}")
 
