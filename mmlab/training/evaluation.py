@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,25 +30,33 @@ if TYPE_CHECKING:
     from mmlab.training.setup import TrainerSetup
 
 
-def meanings_of(loader: Any) -> list[tuple[Any, ...]]:
-    """What token ids (a checksum) and labels stand for in a loader's batches, as far as it says."""
-    words, dataset = getattr(loader, "vocabulary", None), getattr(loader, "dataset", None)
-    names = getattr(getattr(dataset, "records", None), "label_names", ())
-    return [() if words is None else (words,), tuple(names)]
+class Vocabulary(NamedTuple):
+    """What the token ids and labels of a loader's batches stand for; None and () where the loader does not say."""
+
+    words: Any = None  # a checksum of the tokenizer's vocabulary
+    classes: tuple[str, ...] = ()  # by label
+
+    @classmethod
+    def of(cls, loader: Any) -> Vocabulary:
+        records = getattr(getattr(loader, "dataset", None), "records", None)
+        return cls(getattr(loader, "vocabulary", None), tuple(getattr(records, "label_names", ())))
 
 
-def refuse_other_meanings(trainer: TrainerSetup, loader: Any) -> None:
-    """Refuse held-out data whose token ids or labels, where they are read, stand for other things than in training."""
-    both = zip(trainer.taught, meanings_of(loader), strict=True)
-    words, classes = (taught[: len(own)] != own[: len(taught)] for taught, own in both)
-    model, reads = trainer.model, {*getattr(trainer.model, "accepted", ("batch",))}
-    if words and {"input_ids", "batch"} & reads:
-        told = "words than in training: give MultimodalDataset(held_out, tokenizer=dataset.tokenizer)"
-        raise OptionError(f"token ids of eval_loader stand for other {told}")
-    own_goals = {type(goal) for goal in trainer.objectives.values()} - {*OBJECTIVES.values()}
-    if classes and own_goals and {"labels", "batch"} & reads and getattr(model, "labels", "batch") == "batch":
-        told = "read both as splits of one source, which numbers their classes together"
-        raise OptionError(f"labels of eval_loader stand for other classes than in training: {told}")
+def check_vocabulary(trainer: TrainerSetup, loader: Any) -> None:
+    """Raise OptionError if token ids or labels that the model reads stand for other things than in training."""
+    trained, held_out, model = trainer.vocabulary, Vocabulary.of(loader), trainer.model
+    inputs = {*getattr(model, "accepted", ("batch",))}
+    differ = None not in (trained.words, held_out.words) and trained.words != held_out.words
+    if differ and inputs & {"input_ids", "batch"}:
+        remedy = "give MultimodalDataset(held_out, tokenizer=dataset.tokenizer)"
+        raise OptionError(f"token ids of eval_loader stand for other words than in training: {remedy}")
+    differ = any(a != b for a, b in zip(trained.classes, held_out.classes, strict=False))
+    reads_labels = inputs & {"labels", "batch"} and getattr(model, "labels", "batch") == "batch"
+    # those of OBJECTIVES do not read labels
+    own_objectives = {type(objective) for objective in trainer.objectives.values()} - {*OBJECTIVES.values()}
+    if differ and reads_labels and own_objectives:
+        remedy = "read both as splits of one source, which numbers their classes together"
+        raise OptionError(f"labels of eval_loader stand for other classes than in training: {remedy}")
 
 
 @torch.no_grad()
@@ -89,19 +98,24 @@ def evaluate(trainer: TrainerSetup, loader: Iterable[Batch], *, by_objective: bo
     measured |= strategy.run_on_main(figures, "evaluate")
     if isinstance(model, LossModel):
         measured["loss"] = math.nan
-    sums: dict[str, list[float]] = {}
-    for name, value, count in (loss for part in found for loss in part.losses):
-        total = sums.setdefault(name, [0.0, 0.0])
-        total[0], total[1] = total[0] + value, total[1] + count
-    means = {name: value / count for name, (value, count) in sums.items() if count}
+    sums: defaultdict[str, float] = defaultdict(float)
+    counts: defaultdict[str, int] = defaultdict(int)
+    for name, value, count in chain.from_iterable(part.losses for part in found):
+        sums[name] += value
+        counts[name] += count
+    means = {name: sums[name] / count for name, count in counts.items() if count}
     if each:
         measured["by_objective"] = {name: means.pop(_EACH + name) for name in each if _EACH + name in means}
     return measured | means
 
 
 def _own_batches(loader: Iterable[Batch], strategy: Strategy) -> Iterator[tuple[int, Batch, bool]]:
-    """Number and batch for this rank, every `world_size`-th; and whether it is another rank's batch, run here
-    only because all ranks must run the model equally often."""
+    """This rank's batches, every `world_size`-th of the loader's.
+
+    Yields:
+        A batch's number, the batch, and whether it is another rank's batch that is run here only because all ranks must
+        run the model equally often.
+    """
     batches, first = iter(loader), 0
     while group := list(islice(batches, strategy.world_size)):
         if strategy.rank < len(group):
@@ -138,12 +152,13 @@ def _measure(trainer: TrainerSetup, each: Mapping[str, Objective], seed: int, he
         return _Found(len(batch), pairs, torch.ones(()) if scale is None else scale, losses)
     losses = []
     with precision.autocast(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        for goal in (goal for goal in trainer.objectives.values() if isinstance(goal, MaskedLanguage)):
-            losses += _masked_losses(goal, output, batch, seed=seed)
+        for objective in trainer.objectives.values():
+            if isinstance(objective, MaskedLanguage):
+                losses += _masked_losses(objective, output, batch, seed=seed)
+        unweighted = replace(batch, weights=None)
         for name, objective in each.items():
             torch.manual_seed(seed)
-            alike = replace(batch, weights=None)
-            losses.append((_EACH + name, float(objective(output, alike)), objective.count(alike)))
+            losses.append((_EACH + name, float(objective(output, unweighted)), objective.count(unweighted)))
     pairs = of_pairs(batch, output.image_embedding, output.text_embedding)
     return _Found(len(batch), pairs, torch.as_tensor(output.logit_scale), losses)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from mmlab.errors import DataError, MmlabError, OptionError, check_is, check_numbers
 from mmlab.runs.control import Control
 from mmlab.training.checkpoint.keeping import Checkpoints
-from mmlab.training.evaluation import meanings_of
+from mmlab.training.evaluation import Vocabulary
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.names import OWN, refuse_bare
 from mmlab.training.randomness import RandomStream
@@ -100,8 +100,8 @@ class FusionTrainer(TrainerSetup):
         if num_epochs != 0:  # a resumed run may have none left
             check_numbers({"num_epochs": num_epochs})
         check_is("checkpoints", checkpoints, "due", "Checkpoints(folder)", optional=True)
-        self.taught = meanings_of(loader)
-        self._refuse_held_out(eval_loader)
+        self.vocabulary = Vocabulary.of(loader)
+        self._check_eval_loader(eval_loader)
         history: deque[StepValues] = deque(maxlen=KEPT_STEPS)
         eval_every = self.options.eval_every
         with self._stoppable(checkpoints, control) as should_stop:
@@ -201,7 +201,8 @@ class FusionTrainer(TrainerSetup):
                 by them is the micro-batch's share of the window's mean.
         """
         batch = batch.to(self.device)
-        self.backward(self.strategy.forward(lambda: self.loss(self.forward(batch), batch, number, terms)))
+        loss = self.strategy.forward(lambda: self.loss(self.forward(batch), batch, number, terms))
+        self.backward(loss)
 
     def forward(self, batch: Batch) -> Any:
         """The model's output."""
@@ -213,7 +214,8 @@ class FusionTrainer(TrainerSetup):
 
     def loss(self, output: Any, batch: Batch, number: int, terms: LossTerms) -> Tensor:
         """The micro-batch's share of the window's loss."""
-        if OWN not in self.objectives:  # which draws nothing, and whose parts must not all draw the same
+        # a model's own loss draws only dropout, which must differ from part to part
+        if OWN not in self.objectives:
             self.seed(number)
         with self.precision.autocast():
             return terms.add({name: goal(output, batch) for name, goal in self.goals.items()})
@@ -259,22 +261,25 @@ class FusionTrainer(TrainerSetup):
         return norms
 
     def _windows(self, loader: Iterable[Batch]) -> Iterator[tuple[list[Batch], float, dict[str, float]]]:
-        """Windows of micro-batches, of which the last may be shorter; the time waited for each, and its cost
-        in the loader's plan."""
+        """Windows of micro-batches, of which the last may be shorter.
+
+        Yields:
+            A window, the seconds waited for it, and its `predicted_cost` in the loader's plan.
+        """
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(self.epoch)
             if self.options.total_steps is None and not self.epoch_batches:  # epochs differ in length
                 self._set_length(loader, self.last_epoch, stretches=True)
         started = time.perf_counter()
-        goes_on = getattr(loader, "start_batch", 0) > 0  # the loader itself skips the batches that are done
-        if self.epoch_batches and not goes_on and self._resumed_on_others:
+        loader_skips = getattr(loader, "start_batch", 0) > 0  # it skips the batches that are done itself
+        if self.epoch_batches and not loader_skips and self._num_ranks_changed:
             raise DataError(
                 "the checkpoint was written by another number of ranks in mid-epoch, and this loader cannot tell which "
                 "samples are left; use PlannedLoader, or as many ranks as before"
             )
         with self._order:
             self._order.seed(self._stream(-1 - self.epoch))
-            batches = islice(iter(loader), 0 if goes_on else self.epoch_batches, None)
+            batches = islice(iter(loader), 0 if loader_skips else self.epoch_batches, None)
         while True:
             self.strategy.note(self.step, "waiting for data")
             with self._order:

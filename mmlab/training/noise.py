@@ -19,10 +19,11 @@ def noise_batch(shape: BatchShape, *, num_ids: int, seed: int = 0, ragged: bool 
     generator = torch.Generator().manual_seed(seed)
     samples: list[Sample] = []
     for row in range(shape.batch_size):
-        short = ragged and row == shape.batch_size - 1 and row > 0
-        length = max(1, shape.num_tokens - short)
-        high = shape.height - PATCH if short and shape.height > PATCH else shape.height
-        samples.append(noise_sample(row, (length, high, shape.width), num_ids=num_ids, generator=generator))
+        length, height = shape.num_tokens, shape.height
+        if ragged and row == shape.batch_size - 1 and row > 0:
+            length = max(1, length - 1)
+            height = height - PATCH if height > PATCH else height
+        samples.append(noise_sample(row, (length, height, shape.width), num_ids=num_ids, generator=generator))
     return collate(samples)
 
 

@@ -80,7 +80,7 @@ class Precision:
         return self.scaler.is_enabled()
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Refuse weights that this precision cannot train.
+        """Check that this precision can train the weights.
 
         Raises:
             OptionError: 16-bit weights under `fp16`, whose gradients cannot be unscaled.
@@ -103,9 +103,11 @@ class Precision:
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
-        """The context to run forward, backward and step in. On CUDA, products are in TF32 under `tf32`,
-        otherwise in full fp32, and attention does not use cuDNN, which builds a plan for every new shape
-        (docs/decisions/0034)."""
+        """The context to run forward, backward and step in.
+
+        On CUDA, fp32 products are in TF32 under `tf32` and in full precision otherwise, and attention does not use cuDNN,
+        which would build a plan for every new shape (docs/decisions/0034).
+        """
         cudnn: Any = torch.backends.cudnn
         backends = (torch.backends.cuda.matmul, cudnn.conv) if self.device.type == "cuda" else ()
         before = [backend.fp32_precision for backend in backends]
@@ -217,9 +219,10 @@ def _clip(
     parts: Parts, norms: Mapping[str, float], grad_norm: float, limits: float | Mapping[str, float]
 ) -> None:
     """Scale gradients down to their limits; a pass over them only where a limit is exceeded."""
-    by_part = isinstance(limits, Mapping)
     for name, gradients in gradients_of(parts).items():
-        norm = norms[name] if by_part else grad_norm
-        limit = limits.get(name, math.inf) if isinstance(limits, Mapping) else limits
+        if isinstance(limits, Mapping):
+            norm, limit = norms[name], limits.get(name, math.inf)
+        else:
+            norm, limit = grad_norm, limits
         if norm > limit:
             torch._foreach_mul_([own_share(tensor) for tensor in gradients], limit / (norm + 1e-6))

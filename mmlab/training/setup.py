@@ -24,7 +24,7 @@ from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.checkpoint.keeping import Checkpoints
-from mmlab.training.evaluation import evaluate, meanings_of, nonfinite_samples, refuse_other_meanings
+from mmlab.training.evaluation import Vocabulary, check_vocabulary, evaluate, nonfinite_samples
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.contrastive import AllRanksContrastive, over_all_ranks
 from mmlab.training.losses.names import parse_objectives
@@ -38,6 +38,9 @@ from mmlab.training.strategy import SAVES, Strategy, alone
 from mmlab.training.weighting import Weighting, make_weighting
 from mmlab.types import Batch, CostModel
 
+# attributes of a trainer that a checkpoint keeps
+_PROGRESS = ("step", "epoch", "epoch_batches", "num_samples", "total_steps", "last_epoch", "schedule")
+
 
 class TrainerSetup:
     """The parts of `mmlab.training.loop.FusionTrainer`, which documents the arguments.
@@ -45,9 +48,12 @@ class TrainerSetup:
     Attributes:
         step, epoch, epoch_batches: optimizer steps and epochs done, and batches done in this epoch.
         total_steps: length of the learning rate's schedule; None if it is not known yet.
-        schedule: what the rest of the schedule is stretched from, see `learning_rate`; None if it is not
-            stretched.
-        saved_with: ranks, and micro-batches in a step, of the run that this one resumes.
+        schedule: None, or from where the rest of the schedule is stretched, see `learning_rate`: an optimizer step, its
+            position in the schedule before, and that schedule's length.
+        saved_with: number of ranks, and of micro-batches in a step, of the run that this one resumes.
+        objectives, goals: objectives by name as asked for; and as this rank computes them, with the negatives of all ranks
+            where that was asked for (`gathers` is then True).
+        splits: whether a step that runs out of memory is run again in parts.
     """
 
     def __init__(
@@ -91,10 +97,11 @@ class TrainerSetup:
         self.total_steps = self.options.total_steps
         self.schedule: list[Any] | None = None
         self.saved_with = self.strategy.num_shares, self.options.accumulation_steps
-        self._resumed_on_others = False
+        self._num_ranks_changed = False
         self._stopping = threading.Event()
-        self.taught = meanings_of(None)  # of the training's loader
-        self.trained_modules: list[nn.Module] = []  # in training mode before an evaluation; empty: all
+        self.vocabulary = Vocabulary()  # of the loader that `fit` trains on
+        # the modules that were in training mode before the last evaluation; empty before the first
+        self.trained_modules: list[nn.Module] = []
 
     def _make_model(self, model: nn.Module, asked: Sequence[str] | Mapping[str, Objective]) -> None:
         options = self.options
@@ -107,17 +114,18 @@ class TrainerSetup:
         if options.channels_last:
             model.to(memory_format=torch.channels_last)
         self.objectives = parse_objectives(model, asked)
-        shared = {name: over_all_ranks(goal, self.device) for name, goal in self.objectives.items()}
-        self.goals = shared if self.strategy.num_shares > 1 else self.objectives
+        self.goals = self.objectives
+        if self.strategy.num_shares > 1:
+            self.goals = {name: over_all_ranks(goal, self.device) for name, goal in self.objectives.items()}
         self.gathers = any(isinstance(goal, AllRanksContrastive) for goal in self.goals.values())
-        splits = options.on_out_of_memory
-        if splits == "split" and self.gathers:
+        policy = options.on_out_of_memory
+        if policy == "split" and self.gathers:
             raise OptionError(
                 "negatives from all ranks: the ranks exchange embeddings in every micro-batch, so that one alone cannot "
                 "run it again in parts; use on_out_of_memory='auto', and plan smaller batches"
             )
         can_split = "splits" not in self.strategy.refused and not self.gathers
-        self.splits = splits == "split" or (splits == "auto" and can_split)
+        self.splits = policy == "split" or (policy == "auto" and can_split)
         self.strategy.check(scales=self.precision.scales, splits=self.splits, compiles=bool(options.compile))
         self.model = self.strategy.prepare(model, self)
         self.statistics = running_statistics(self.model)
@@ -184,15 +192,16 @@ class TrainerSetup:
         An epoch of another length, or a resume on other ranks or with other `accumulation_steps`, changes the number of
         steps left; the rest of the schedule is stretched over them.
         """
-        place, length = self._place(step)
-        return self.options.lr * warmup_cosine(place, length, self.options.warmup_ratio)
+        position, length = self._position(step)
+        return self.options.lr * warmup_cosine(position, length, self.options.warmup_ratio)
 
-    def _place(self, step: int) -> tuple[float, int | None]:
-        """Position in the schedule at a step, and its length, in steps of the original number of ranks."""
+    def _position(self, step: int) -> tuple[float, int | None]:
+        """Position in the schedule at a step, and the schedule's length; both in steps of the schedule as first planned."""
         if self.schedule is None or self.total_steps is None:
             return step, self.total_steps
-        first, place, length = self.schedule
-        return place + (step - first) * (length - place) / max(1, self.total_steps - first), int(length)
+        first_step, first_position, length = self.schedule
+        done = (step - first_step) / max(1, self.total_steps - first_step)  # share of the stretched rest
+        return first_position + done * (length - first_position), int(length)
 
     def _plan_schedule(self, loader: Iterable[Batch], last_epoch: int) -> None:
         """Work out the schedule's length, unless it was given or comes from the run that is resumed."""
@@ -203,17 +212,17 @@ class TrainerSetup:
                 f"the batches are planned for {planned_for} rank, so each of {num_shares} would train all samples: "
                 f"make_scheduler(..., world_size={num_shares}), of whose plan a PlannedLoader takes this rank's share"
             )
-        now = num_shares, self.options.accumulation_steps
-        differs = self.saved_with != now and self.step > 0
+        current = num_shares, self.options.accumulation_steps
+        step_changed = self.saved_with != current and self.step > 0  # a step holds other micro-batches
         is_known = self.total_steps is not None and last_epoch == self.last_epoch
-        if self.options.total_steps is None and (differs or not is_known):
-            self._set_length(loader, last_epoch, stretches=differs and is_known)
-        self._resumed_on_others = differs and self.saved_with[0] != num_shares
-        self.last_epoch, self.saved_with = last_epoch, now
+        if self.options.total_steps is None and (step_changed or not is_known):
+            self._set_length(loader, last_epoch, stretches=step_changed and is_known)
+        self._num_ranks_changed = step_changed and self.saved_with[0] != num_shares
+        self.last_epoch, self.saved_with = last_epoch, current
 
     def _set_length(self, loader: Iterable[Batch], last_epoch: int, *, stretches: bool) -> None:
         """End the schedule with the steps left, stretched from where it stands or anew."""
-        self.schedule = [self.step, *self._place(self.step)] if stretches else None
+        self.schedule = [self.step, *self._position(self.step)] if stretches else None
         self.total_steps = self.step + self.steps_left(loader, last_epoch)
 
     def steps_left(self, loader: Iterable[Batch], last_epoch: int) -> int:
@@ -246,7 +255,7 @@ class TrainerSetup:
             OptionError: the loader gives each rank its share alone; its token ids or labels are other ones than in training,
                 or token ids that the model does not know.
         """
-        self._refuse_held_out(loader)
+        self._check_eval_loader(loader)
         started = clock(self.device)
         self.strategy.note(self.step, "evaluating")
         self.strategy.gather_weights()
@@ -262,17 +271,20 @@ class TrainerSetup:
         return self.model.eval()
 
     def check_words(self, *batches: Batch) -> None:
-        """Refuse token ids that the model does not know; on a GPU they would end the process."""
-        if known := getattr(self.model, "num_words", None):
-            largest = max(batch.host.input_ids.numpy().max(initial=0) for batch in batches)
-            told = "make it with vocab_size=len(tokenizer), or call resize_token_embeddings"
-            if largest >= known:
-                raise OptionError(f"token id {largest} in a model of {known} words: {told}")
+        """Raise OptionError for token ids that the model does not know; on a GPU they would end the process."""
+        num_words = getattr(self.model, "num_words", None)
+        if num_words is None:
+            return
+        largest = max(batch.host.input_ids.numpy().max(initial=0) for batch in batches)
+        if largest >= num_words:
+            remedy = "make it with vocab_size=len(tokenizer), or call resize_token_embeddings"
+            raise OptionError(f"token id {largest} in a model of {num_words} words: {remedy}")
 
-    def _refuse_held_out(self, loader: Any) -> None:
-        """Refuse batches that the ranks share already, or whose token ids or labels stand for other things."""
-        refuse_other_meanings(self, loader)
-        if min(self.strategy.world_size, getattr(getattr(loader, "scheduler", None), "world_size", 1)) > 1:
+    def _check_eval_loader(self, loader: Any) -> None:
+        """Raise OptionError for batches that the ranks share already, or whose token ids or labels mean something else."""
+        check_vocabulary(self, loader)
+        planned_for = getattr(getattr(loader, "scheduler", None), "world_size", 1)
+        if self.strategy.world_size > 1 and planned_for > 1:
             raise OptionError(
                 "an evaluation itself shares the batches among the ranks: plan those of eval_loader with world_size=1"
             )
@@ -283,12 +295,12 @@ class TrainerSetup:
     ) -> Iterator[Callable[[], bool]]:
         """Hold back interrupts; yields a function that waits while paused and says whether to stop."""
         self._stopping.clear()
-        watched = control or Control(None)
-        ends = (signal.SIGTERM, signal.SIGHUP)  # what their handlers raise would be lost in a finalizer
-        held = [one for one in ends if checkpoints is not None or callable(signal.getsignal(one))]
-        with signals_held(signal.SIGINT, *held) as signals:
-            yield lambda: watched.wait_if_paused_or_stop(
-                lambda: signals or self._stopping.is_set(), agree=self.strategy.largest, emit=self._emit_event
+        control = control or Control(None)
+        ending = (signal.SIGTERM, signal.SIGHUP)  # what their handlers raise would be lost in a finalizer
+        held = [number for number in ending if checkpoints is not None or callable(signal.getsignal(number))]
+        with signals_held(signal.SIGINT, *held) as caught:
+            yield lambda: control.wait_if_paused_or_stop(
+                lambda: caught or self._stopping.is_set(), agree=self.strategy.largest, emit=self._emit_event
             )
 
     def stop(self) -> None:
@@ -336,20 +348,20 @@ class TrainerSetup:
             DataError: it is not the state of a trainer, or its run trained other weights of this model.
         """
         check_state("trainer", state, "model", "optimizer", "precision", "weighting", "progress")
-        saved = state.get("trained", {})  # moments are kept by place: they would go to other weights
+        # the optimizer's moments are kept by a weight's index among the trained weights: they would go to other weights
+        trained = state.get("trained", {})
         for name, weight in self.model.named_parameters():
-            if saved.get(name, weight.requires_grad) != weight.requires_grad:
-                raise DataError(
-                    f"{name} was {'trained' if saved[name] else 'frozen'} in the saved run; give the same freeze"
-                )
+            if trained.get(name, weight.requires_grad) != weight.requires_grad:
+                before = "trained" if trained[name] else "frozen"
+                raise DataError(f"{name} was {before} in the saved run; give the same freeze")
         self.strategy.load_state_dict(self.model, self.optimizer, state)
         self.precision.load_state_dict(state["precision"])
         self.weighting.load_state_dict(state["weighting"])
         progress = state["progress"]
         for name in _PROGRESS:
             setattr(self, name, progress[name])
-        each = progress.get("accumulation_steps", self.options.accumulation_steps)
-        self.saved_with = progress["world_size"], each
+        accumulation_steps = progress.get("accumulation_steps", self.options.accumulation_steps)
+        self.saved_with = progress["world_size"], accumulation_steps
         self.total_steps = self.options.total_steps or self.total_steps
 
     def description(self) -> StepValues:
@@ -366,9 +378,6 @@ class TrainerSetup:
 
     def _emit_event(self, kind: str, values: StepValues) -> None:
         self._emit(RunEvent.now(kind, self.step, values, self.strategy.rank))
-
-
-_PROGRESS = ("step", "epoch", "epoch_batches", "num_samples", "total_steps", "last_epoch", "schedule")
 
 
 def warmup_cosine(step: float, total_steps: int | None, warmup_ratio: float) -> float:

@@ -60,21 +60,25 @@ class Window:
     ) -> None:
         self.trainer, self.weights, self.step, self.gathers = trainer, weights, trainer.step, trainer.gathers
         self.predicted_bytes = trainer.meter.predicted_bytes(batches)
-        length, self.dummy = len(batches), None
-        if self.gathers:  # all ranks count and gather equally often
-            length = int(trainer.strategy.largest(length))
+        # all ranks count and gather equally often
+        num_missing = int(trainer.strategy.largest(len(batches))) - len(batches) if self.gathers else 0
+        self.dummy = None
         if self.gathers or trainer.strategy.requires_equal_steps:
             self.dummy = dummy_batch(batches[0])
-        self.batches: list[Batch | None] = [*batches, *[None] * (length - len(batches))]
-        counted = [batch or self.dummy for batch in self.batches]
         trainer.check_words(*batches)
-        goals = trainer.goals.items()
-        counts = [{name: count_of(name, goal, batch) for name, goal in goals} for batch in counted if batch]
+        counts = [self._count(batch) for batch in batches]
+        for _ in range(num_missing):  # the other ranks count more batches, and counting is a collective
+            assert self.dummy is not None
+            self._count(self.dummy)
+        self.counts = {name: sum(count[name] for count in counts) for name in trainer.goals}
+        self.batches: list[Batch | None] = [*batches, *[None] * num_missing]
         if not self.gathers:
-            pairs = zip(batches, counts, strict=True)
-            self.batches = [batch for batch, count in pairs if any(count.values())]
-        self.counts = {name: sum(count[name] for count in counts[: len(batches)]) for name in trainer.goals}
+            self.batches = [batches[n] for n, count in enumerate(counts) if any(count.values())]
         self._begin()
+
+    def _count(self, batch: Batch) -> dict[str, int]:
+        """The count of each objective."""
+        return {name: count_of(name, goal, batch) for name, goal in self.trainer.goals.items()}
 
     def _begin(self) -> None:
         self.num_parts = [1] * len(self.batches)
@@ -186,10 +190,13 @@ class Window:
             random.restore(state)
             output = Leaves.of(trainer.forward(batch.part(rows).to(trainer.device)))
             trainer.phase = "backward"
-            # the gradient of what all parts share is that of the whole batch: the first part alone takes it
-            counted = [leaf.grad if leaf.shape[:1] == (size,) or not rows.start else None for leaf in leaves]
-            own = [grad[rows] if grad is not None and grad.shape[:1] == (size,) else grad for grad in counted]
-            backward_features(output.tensors, own)
+            gradients: list[Tensor | None] = []
+            for leaf in leaves:
+                if leaf.shape[:1] == (size,):  # it has a row for each sample
+                    gradients.append(None if leaf.grad is None else leaf.grad[rows])
+                else:  # all parts share it: the first part alone takes its gradient
+                    gradients.append(leaf.grad if rows.start == 0 else None)
+            backward_features(output.tensors, gradients)
         random.restore(after)
 
     def _cut(self, failure: str) -> None:
@@ -261,13 +268,16 @@ class Leaves(NamedTuple):
 
 
 def _join(parts: Sequence[Leaves], size: int) -> tuple[Any, list[Tensor]]:
-    """One output of all parts, and its tensors, leaves of a new graph. What has no row for each of the batch's samples,
-    such as a temperature, is the first part's."""
+    """One output of all parts, and its tensors, which are the leaves of a new graph.
+
+    What does not have a row for each of the batch's samples, such as a temperature, is taken from the first part.
+    """
     joined: list[Any] = []
-    for leaf, *others in zip(*(part.leaves for part in parts), strict=True):
+    for of_parts in zip(*(part.leaves for part in parts), strict=True):
+        leaf = of_parts[0]
         if isinstance(leaf, Tensor):
-            has_rows = leaf.dim() and sum(map(len, (leaf, *others))) == size
-            leaf = torch.cat([leaf, *others]) if has_rows else leaf.clone()
+            has_rows = leaf.dim() > 0 and sum(map(len, of_parts)) == size
+            leaf = torch.cat(of_parts) if has_rows else leaf.clone()
             leaf = leaf.detach().requires_grad_(leaf.is_floating_point())
         joined.append(leaf)
     whole = parts[0].rebuild(joined)

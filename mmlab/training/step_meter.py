@@ -69,6 +69,7 @@ class StepMeter:
         """A step event's values for time, each objective, gradient, padding and memory."""
         step_s = clock(self.device) - self._started_s + data_wait_s
         num_samples, shapes = sum(map(len, batches)), [batch.shape for batch in batches]
+        most = window.predicted_bytes
         return {
             "num_samples": num_samples,
             "num_batches": len(batches),
@@ -85,7 +86,7 @@ class StepMeter:
             "data_wait_s": data_wait_s,
             "samples_per_s": num_samples / step_s,
             **measure_padding(batches, packed=self.packed),
-            **({} if (most := window.predicted_bytes) is None else {"predicted_bytes": int(most)}),
+            **({} if most is None else {"predicted_bytes": int(most)}),
             **step_memory(self.device, self.live),
             "num_parts": max(window.num_parts, default=1),
         }
@@ -100,9 +101,11 @@ def measure_padding(batches: Sequence[Batch], *, packed: bool = False) -> dict[s
     """How much of a window is padding; texts count in tokens, images in patches of 16 x 16 pixels, as planners count."""
     tokens = padded_tokens = patches = padded_patches = 0
     for batch in batches:
-        host, shape = batch.host, batch.shape
-        tokens, patches = tokens + host.num_tokens, patches + host.num_patches
+        shape = batch.shape
+        tokens += batch.host.num_tokens
+        patches += batch.host.num_patches
         padded_tokens += shape.batch_size * shape.num_tokens
+        # the negations round the divisions up
         padded_patches += shape.batch_size * -(-shape.height // PATCH) * -(-shape.width // PATCH)
     if packed:
         padded_tokens, padded_patches = tokens, patches
@@ -135,9 +138,9 @@ def predicted_cost(loader: Any, start: int, num_batches: int) -> dict[str, float
     plan = getattr(loader, "plan", None)
     if not isinstance(plan, BatchPlan):
         return {}
-    start = getattr(loader, "num_done", start + num_batches) - num_batches
-    start -= len(loader) - len(plan)  # after a resume the plan is that of the rest
-    return {"predicted_cost": float(plan_costs(plan)[start : start + num_batches].sum())}
+    end = getattr(loader, "num_done", start + num_batches)
+    end -= len(loader) - len(plan)  # after a resume the plan is that of the rest
+    return {"predicted_cost": float(plan_costs(plan)[end - num_batches : end].sum())}
 
 
 @lru_cache(maxsize=1)

@@ -57,7 +57,7 @@ class Strategy:
     device: torch.device
 
     def check(self, **asked: bool) -> None:
-        """Refuse those of `scales`, `splits` and `compiles` that are asked for and cannot work.
+        """Check that those of `scales`, `splits` and `compiles` that are asked for can work.
 
         Raises:
             OptionError: one of them cannot work.

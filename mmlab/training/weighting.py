@@ -225,7 +225,7 @@ def _bounded(shares: Numbers, least: float, most: float) -> dict[str, float]:
         return {name: min(most, max(least, factor * share)) for name, share in shares.items()}
 
     low, high = _LEAST, most / min(shares.values())
-    for _ in range(60):  # the sum grows with the factor
+    for _ in range(60):  # bisection: the sum grows with the factor
         factor = math.sqrt(low * high)
         low, high = (factor, high) if sum(scaled(factor).values()) < 1 else (low, factor)
     bounded = scaled(high)

@@ -37,21 +37,26 @@ _Files = dict[str, dict[str, Any]]  # size and digest by path, as in the manifes
 
 
 def check(path: Path, ranks: Strategy) -> None:
-    """Raise DataError if a file of a checkpoint is missing, truncated or altered; ranks share the files."""
+    """Compare a checkpoint's files with its manifest. Each of `ranks` reads a part of the files; collective.
 
-    def damage() -> str | None:
+    Raises:
+        DataError: a file is missing, truncated or altered.
+    """
+
+    def find_damage() -> str | None:
         try:
             files = sorted(read_manifest(path)[0].items())
         except DataError as error:
             return str(error)
         for name, expected in files[ranks.rank :: ranks.world_size]:
-            there = _size_and_digest(path / name) if (path / name).is_file() else None
-            if there != expected:
-                return f"{path} is damaged: {name} should be {expected}, found {there or 'no such file'}"
+            found = _size_and_digest(path / name) if (path / name).is_file() else None
+            if found != expected:
+                return f"{path} is damaged: {name} should be {expected}, found {found or 'no such file'}"
         return None
 
-    if found := [message for message in ranks.gather_objects(damage, f"read {path}") if message]:
-        raise DataError(found[0])
+    for message in ranks.gather_objects(find_damage, f"read {path}"):
+        if message:
+            raise DataError(message)
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -82,27 +87,30 @@ def read_state(path: Path, like: Mapping[str, Tensor] | None = None) -> dict[str
         model, moments = _under(tensors, _MODEL), _under(tensors, _OPTIMIZER)
     else:
         model, moments = _read_tensors(path / _WEIGHTS), _read_tensors(path / _MOMENTS)
-    places = {name: place for place, name in _weight_names(state["optimizer"]).items()}
-    by_place: dict[int, dict[str, Tensor]] = {}
+    indices = {name: index for index, name in _weight_names(state["optimizer"]).items()}
+    optimizer_state: dict[int, dict[str, Tensor]] = {}
     for key, tensor in moments.items():
-        name, _, what = key.rpartition(".")
-        by_place.setdefault(places[name], {})[what] = tensor
-    state["optimizer"]["state"] = by_place
+        name, _, moment = key.rpartition(".")
+        optimizer_state.setdefault(indices[name], {})[moment] = tensor
+    state["optimizer"]["state"] = optimizer_state
     return {"model": model, **state}
 
 
 def write_state(folder: Path, state: Mapping[str, Any], values: Mapping[str, Any], ranks: Strategy) -> int:
-    """Write a checkpoint's files and flush them to the disk; called by all of `ranks`. Returns the bytes of all files.
+    """Write a checkpoint's files and flush them to the disk; collective.
 
     Args:
         folder: made by rank 0.
-        values: of an evaluation.
+        values: the values of an evaluation, for the manifest.
+
+    Returns:
+        The size of all files together, in bytes.
     """
     optimizer = state.get("optimizer", {"state": {}, "param_groups": []})
     names = _weight_names(optimizer)
     moments = {
-        f"{names[place]}.{key}": tensor
-        for place, tensors in optimizer["state"].items()
+        f"{names[index]}.{key}": tensor
+        for index, tensors in optimizer["state"].items()
         for key, tensor in tensors.items()
     }
     shards: _Files = {}
@@ -138,7 +146,7 @@ def _write_shards(
     tensors = {_MODEL + name: tensor for name, tensor in model.items()}
     tensors |= {_OPTIMIZER + name: tensor for name, tensor in moments.items()}
 
-    def must_be_there() -> None:
+    def check_folder() -> None:
         if not folder.parent.is_dir():
             raise FileNotFoundError(
                 f"{folder.parent}, made by rank 0, is not there: the run's folder must be on a file system that all "
@@ -146,14 +154,16 @@ def _write_shards(
             )
 
     def digests() -> _Files:
+        """Each rank reads a part of the files."""
         sync(folder)
         own = sorted(folder.iterdir())[ranks.rank :: ranks.world_size]
         return {f"{SHARDS}/{file.name}": _size_and_digest(file) for file in own}
 
-    ranks.gather_objects(must_be_there, SAVING)
-    failures = ranks.gather_objects(lambda: save_shards(folder, tensors), SAVING)
-    if words := next(filter(None, failures), ""):
-        raise RunError(f"{words}; earlier checkpoints are whole: make room there, and go on from the newest")
+    ranks.gather_objects(check_folder, SAVING)
+    for failure in ranks.gather_objects(lambda: save_shards(folder, tensors), SAVING):
+        if failure:
+            remedy = "make room there, and go on from the newest"
+            raise RunError(f"{failure}; earlier checkpoints are whole: {remedy}")
     return {name: file for own in ranks.gather_objects(digests, SAVING) for name, file in own.items()}
 
 
@@ -166,18 +176,19 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write each tensor once; other names of the same memory (tied weights) are kept as metadata."""
-    first: dict[tuple[Any, ...], str] = {}
-    once, aliases = {}, {}
+    first_names: dict[tuple[Any, ...], str] = {}  # by what identifies a tensor's memory
+    kept, aliases = {}, {}
     for name, tensor in tensors.items():
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (name,)
-        if first.setdefault(key, name) != name:
-            aliases[name] = first[key]
+        first_name = first_names.setdefault(key, name)
+        if first_name != name:
+            aliases[name] = first_name
             continue
         tensor = tensor.detach()
-        is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
-        once[name] = tensor.clone(memory_format=torch.contiguous_format) if is_part else tensor.contiguous()
+        is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+        kept[name] = tensor.clone(memory_format=torch.contiguous_format) if is_view else tensor.contiguous()
     try:
-        save_file(once, path, metadata=aliases or None)
+        save_file(kept, path, metadata=aliases or None)
     except SafetensorError as error:  # raised for any error of the disk
         raise OSError(f"{path} cannot be written: {error}") from error
 
@@ -187,14 +198,12 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _weight_names(optimizer: Mapping[str, Any]) -> dict[int, str]:
-    """Names of the optimizer's weights, by their index."""
-    return {
-        place: name
-        for group in optimizer["param_groups"]
-        for place, name in zip(
-            group["params"], group.get("param_names") or map(str, group["params"]), strict=True
-        )
-    }
+    """Names of the optimizer's weights by their index; the index itself where the optimizer keeps no names."""
+    names: dict[int, str] = {}
+    for group in optimizer["param_groups"]:
+        indices = group["params"]
+        names |= zip(indices, group.get("param_names") or map(str, indices), strict=True)
+    return names
 
 
 def _size_and_digest(path: Path) -> dict[str, Any]:
@@ -208,8 +217,8 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         manifest = json.loads((path / MANIFEST).read_text())
         files, values = dict(manifest["files"]), dict(manifest["values"])
         is_sharded = any(name.startswith(f"{SHARDS}/") for name in files)
-        if missing := {_STATE, *(() if is_sharded else (_WEIGHTS, _MOMENTS))} - files.keys():
-            raise KeyError(*missing)
+        for name in (_STATE,) if is_sharded else (_STATE, _WEIGHTS, _MOMENTS):
+            files[name]  # a KeyError says that it is missing
         return files, {key: float(value) for key, value in values.items()}
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DataError(f"{path} is not a complete checkpoint: {MANIFEST} is missing or damaged") from error

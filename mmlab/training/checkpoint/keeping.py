@@ -225,7 +225,8 @@ def restore(trainer: Any, loader: Any, path: Path) -> None:
     """
     try:
         state = read_state(path, like=trainer.model.state_dict())
-        if "loader" in state and hasattr(loader, "load_state_dict"):  # first: it says where words differ
+        # the loader comes first: its error says that the vocabulary differs, the model's only that a size does
+        if "loader" in state and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(state["loader"])
         trainer.load_state_dict(state)
     except (DataError, OptionError) as error:

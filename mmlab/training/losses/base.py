@@ -58,8 +58,8 @@ class LossTerms:
             if not isinstance(value, Tensor) or value.dim() or _is_detached(value):
                 wanted = f"objective {name!r} must return its sum, a scalar tensor with a gradient"
                 raise OptionError(f"{wanted}; found {' '.join(repr(value).split()):.80}")
-            known, share = self._sums.get(name), value * self._factors[name]
-            self._sums[name] = value.detach() if known is None else known + value.detach()
+            earlier, share = self._sums.get(name), value * self._factors[name]
+            self._sums[name] = value.detach() if earlier is None else earlier + value.detach()
             loss = share if loss is None else loss + share
         assert loss is not None
         return loss
@@ -71,12 +71,12 @@ class LossTerms:
 
 
 def _is_detached(value: Tensor) -> bool:
-    """Whether a sum that is not zero, as one over nothing is, lacks its gradient."""
+    """Whether a sum lacks its gradient, which only a sum over nothing, zero, may."""
     return torch.is_grad_enabled() and not value.requires_grad and bool(value)
 
 
 def count_of(name: str, goal: Objective, batch: Batch) -> int:
-    """An objective's count; refuses what is no count."""
+    """An objective's count of terms in a batch; OptionError if it is not a whole number."""
     count = goal.count(batch)
     check_is(f"count(batch) of objective {name!r}", count, Integral, "a whole number of terms")
     return count
@@ -95,4 +95,5 @@ def sample_weights(batch: Batch) -> Tensor:
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
+    """The tensor in fp32, or in fp64 if it is that already."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

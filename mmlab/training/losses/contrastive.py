@@ -103,7 +103,7 @@ def negatives(batch: Batch) -> Tensor:
     whole, groups = pairs(batch), batch.groups
     same = torch.eye(len(whole), dtype=torch.bool, device=whole.device)
     if groups is not None:
-        same = same | (groups[:, None] == groups) & (groups >= 0)
+        same = same | ((groups[:, None] == groups) & (groups >= 0))
     return whole[:, None] & whole & ~same
 
 
@@ -214,10 +214,10 @@ def negatives_on_all_ranks(batch: Batch, device: torch.device) -> tuple[int, Ten
     columns[:size, 0] = torch.from_numpy(host.is_pair)
     columns[:size, 1] = -1 if host.groups is None else torch.from_numpy(host.groups)
     is_pair, groups = _GatheredRows.apply(columns.to(device)).cpu().unbind(1)
-    places, start = torch.arange(len(groups)), distributed.get_rank() * num_rows
+    is_pair, rows, start = is_pair.bool(), torch.arange(len(groups)), distributed.get_rank() * num_rows
     own = slice(start, start + size)
-    same = (groups[own, None] == groups) & (groups >= 0) | (places[own, None] == places)
-    return num_rows, is_pair.bool()[own, None] & is_pair.bool() & ~same
+    same_image = ((groups[own, None] == groups) & (groups >= 0)) | (rows[own, None] == rows)
+    return num_rows, is_pair[own, None] & is_pair & ~same_image
 
 
 class _GatheredRows(torch.autograd.Function):

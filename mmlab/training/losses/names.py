@@ -90,7 +90,7 @@ def parse_objectives(
 
 
 def refuse_bare(output: Any, model: nn.Module, objectives: Mapping[str, Objective]) -> None:
-    """Refuse an output without embeddings, such as a plain tensor or dict, if an objective reads them."""
+    """Raise OptionError if an objective reads embeddings and the output, say a plain tensor or dict, has none."""
     if all(hasattr(output, name) for name in ("image_embedding", "text_embedding", "logit_scale")):
         return
     reading = [name for name, goal in objectives.items() if type(goal) in OBJECTIVES.values()]
