@@ -236,7 +236,7 @@ class ThreadBackend(Backend):
         if not num_ready:
             self._turns.allow(self.setting.num_workers)
         loaded = super()._await(pending)
-        limit += (num_ready < _NUM_READY) - (num_ready > _NUM_READY)
+        limit += int(np.sign(_NUM_READY - num_ready))  # one more worker while too few batches are ready
         self._turns.allow(min(max(1, limit), self.setting.num_workers))
         return loaded
 

@@ -135,8 +135,8 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         self.plan = self._share(plan)
         self._num_before = self.num_done = num_before
         self._num_bad = 0  # bad samples of the epoch, those before a resume included
-        self._place: Mapping[str, Any] | None = None  # of the plan's iterator after the last batch done
-        self._goes_on = False  # the next iteration begins at that place
+        self._plan_state: Mapping[str, Any] | None = None  # of the plan's iterator after the last batch done
+        self._resumes = False  # whether the next iteration begins there
 
     @staticmethod
     def _share(plan: BatchPlan) -> BatchPlan:
@@ -146,7 +146,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
     @property
     def start_batch(self) -> int:
         """How many batches of the epoch the next iteration leaves out, because a loaded state says they are done."""
-        return self.num_done if self._goes_on else 0
+        return self.num_done if self._resumes else 0
 
     def set_epoch(self, epoch: int) -> None:
         """Plan the given epoch; takes effect at the next iteration."""
@@ -184,8 +184,8 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         """The position in the epoch after the last batch delivered; a few integers, for `load_state_dict`."""
         state: Any = {"epoch": self.epoch, "num_batches": self.num_done, "num_bad_samples": self._num_bad}
         state |= self._identity | {"num_left": len(self) - self.num_done, "num_before": self._num_before}
-        if self._place is not None:
-            state["plan"] = self._place
+        if self._plan_state is not None:
+            state["plan"] = self._plan_state
         if hasattr(self.scheduler, "state_dict"):
             state["scheduler"] = self.scheduler.state_dict()
         return state
@@ -207,36 +207,36 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
                 "cannot resume: a plan that follows memory use goes on only as such, in a single process; use the same "
                 "number of ranks, or plan without following from the start"
             )
-        place, num_batches = state.get("plan"), state["num_batches"]
+        saved, num_batches = state.get("plan"), state["num_batches"]
         is_same = {name: state.get(name, own) == own for name, own in self._identity.items()}
         if not is_same["vocabulary"]:
             raise DataError(
                 "cannot resume: the vocabulary differs, so token ids would stand for other words; use the tokenizer "
                 "saved with that run: its folder tokenizer/, put back if it is gone, or named as the tokenizer here"
             )
-        here, sizes = getattr(self.scheduler, "world_size", 1), self._loader.sizes
-        others = any(ranks != here for ranks, _ in (place or {}).get("taken", ()))
+        world_size, sizes = getattr(self.scheduler, "world_size", 1), self._loader.sizes
+        ranks_changed = any(ranks != world_size for ranks, _ in (saved or {}).get("taken", ()))
         rest, num_before = None, 0
         if "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])  # type: ignore[attr-defined]
-        elif place is not None and is_same["rows"] and (others or state.get("num_before")):
+        elif saved is not None and is_same["rows"] and (ranks_changed or state.get("num_before")):
             num_before, whole = num_batches, self.scheduler.plan(sizes, epoch=state["epoch"])
-            rest = self.scheduler.resume(sizes, place) if state.get("num_left", 1) else whole.skip(len(whole))
+            rest = self.scheduler.resume(sizes, saved) if state.get("num_left", 1) else whole.skip(len(whole))
         self._begin(state["epoch"], rest, num_before)
-        if place is not None and state.get("num_left", len(self) - num_batches) > 0:
+        if saved is not None and state.get("num_left", len(self) - num_batches) > 0:
             if not is_same["rows"]:
                 raise DataError(
                     "cannot resume within an epoch: the samples, their order or their sizes are not those of the saved state; "
                     "resume with the same data, the same limit and the same image policy"
                 )
             if rest is None:
-                iter(self.plan).load_state_dict(place)  # refuses another seed or other options at once
-        elif place is not None and not is_same["rows"]:
-            place, num_batches = None, len(self)  # the epoch is over, however many batches it would have now
-            told = "the samples or their sizes are not those of the saved state: what is held out of them now may have been trained on"
-            warn(self._emit, told, source="loader")
+                iter(self.plan).load_state_dict(saved)  # refuses another seed or other options at once
+        elif saved is not None and not is_same["rows"]:
+            saved, num_batches = None, len(self)  # the epoch is over, however many batches it would have now
+            message = "the samples or their sizes are not those of the saved state: what is held out of them now may have been trained on"
+            warn(self._emit, message, source="loader")
         self.num_done, self._num_bad = num_batches, state["num_bad_samples"]
-        self._place, self._goes_on = place, True
+        self._plan_state, self._resumes = saved, True
 
     @cached_property
     def vocabulary(self) -> int:
@@ -297,7 +297,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         num_samples = len(loaded.request.rows)
         self._backend.meter.deliver(num_samples, wait_s, loaded.num_hits)
         self._take_bad_samples(loaded)
-        self.num_done, self._place = loaded.request.number + 1, loaded.request.place
+        self.num_done, self._plan_state = loaded.request.number + 1, loaded.request.place
         self._report_stages(min_s=_REPORT_S)
         if self._tuner is not None and (setting := self._tuner.observe(num_samples, wait_s)):
             self._backend.resize(setting)
@@ -305,16 +305,16 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
 
     def _requests(self) -> Iterator[BatchRequest]:
         """The batches that are left of the epoch, drawn from the plan one by one."""
-        if not self._goes_on:
+        if not self._resumes:
             self._begin(self.epoch, None if self._num_before else self.plan)
-        self._goes_on, self.bad_samples = False, []
+        self._resumes, self.bad_samples = False, []
         batches: Any = iter(self.plan)
         number, epoch = self.num_done, self.epoch
         if number > self._num_before:  # resumed from a state of this same plan
-            if self._place is None:
+            if self._plan_state is None:
                 batches = iter(self.plan.skip(number - self._num_before))
             else:
-                batches.load_state_dict(self._place)
+                batches.load_state_dict(self._plan_state)
         for rows in batches:
             place = batches.state_dict() if hasattr(batches, "state_dict") else None
             yield BatchRequest(number, epoch, list(rows), place)

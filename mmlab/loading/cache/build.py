@@ -193,7 +193,8 @@ def _wait_for(store: Any, keys: list[str], cache: SampleCache) -> None:
     while not store.check(keys):
         written = cache.path.stat().st_mtime_ns if cache.path.exists() else 0
         # this machine's clock may be set, and differ from that of the disk
-        seen_s, seen = seen_s if written == seen else time.monotonic(), written
+        if written != seen:
+            seen_s, seen = time.monotonic(), written
         if time.monotonic() - seen_s > _SILENCE_S:
             ranks = ", ".join(key.split()[1] for key in keys if not store.check([key]))
             raise RunError(
