@@ -56,7 +56,7 @@ class LabPanel(Panel):
         more = widgets.Accordion([self.code], titles=("as code",))
         beside = widgets.HBox([self.schedulers, numbers], layout={"flex_flow": "row wrap"})
         super().__init__([beside], [self.earlier, self.live, more])
-        free = (*("schedulers",) * by_name, "budget", "batch_size", "epochs", "precision")
+        free = (*(["schedulers"] if by_name else []), "budget", "batch_size", "epochs", "precision")
         self._fields = {name: getattr(self, name) for name in free}
         for field in self._fields.values():
             field.observe(self.showing(self._take), "value")

@@ -82,4 +82,4 @@ class MemoryPanel(Panel):
     @property
     def text(self) -> str:
         """The result in words."""
-        return re.sub("<.*?>", lambda tag: "; " * (tag[0] == "<br>"), self.summary.value)
+        return re.sub("<.*?>", "", self.summary.value.replace("<br>", "; "))

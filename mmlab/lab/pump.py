@@ -292,7 +292,7 @@ class Pump:
             "runs": [
                 {
                     **facts_of(run),
-                    "colours": [each[run.name] + "80" * (run in earlier) for each in (light, dark)],
+                    "colours": [each[run.name] + ("80" if run in earlier else "") for each in (light, dark)],
                     "dash": [*self._names].index(run.folder),
                     "ghost": run in earlier,
                 }

@@ -55,7 +55,8 @@ def train_with(
         OptionError: an option cannot work.
     """
     window, rule = options.accumulation_steps, options.weighting
-    name = " ".join([options.precision] + [f"x{window}"] * (window > 1) + [rule] * (rule != "fixed"))
+    parts = (options.precision, f"x{window}" if window > 1 else "", rule if rule != "fixed" else "")
+    name = " ".join(filter(None, parts))
     weighting = make_weighting(rule, list(objectives), interval=5, smoothing=0.3)
     with Run(move_earlier_aside(Path(folder) / name, (EVENT_FILES,))) as run:
         learner = copy.deepcopy(model)
