@@ -135,20 +135,20 @@ def unknown_name(kind: str, name: object, known: Iterable[object]) -> OptionErro
 
 
 def listed(names: Any, wanted: str = "schedulers must be a list of names") -> tuple[Any, ...]:
-    """Names as a tuple; a text is one name. Refuses what is no list."""
+    """Names as a tuple; a text is one name. Raises OptionError for anything that is not a list."""
     if not isinstance(names, Iterable):
         raise OptionError(f"{wanted}, found {names!r}")
     return (names,) if isinstance(names, str) else tuple(names)
 
 
 def check_name(kind: str, name: object, known: Collection[object]) -> None:
-    """Refuse a name that is not among the known ones."""
+    """Raise OptionError if a name is not among the known ones."""
     if name not in list(known):  # it need not be hashable
         raise unknown_name(kind, name, known)
 
 
 def check_is(name: str, value: object, kind: Any, wanted: str, *, optional: bool = False) -> None:
-    """Refuse a value that is not of a kind: a type, or the name of an attribute that it must have.
+    """Raise OptionError if a value is not of a kind: a type, or the name of an attribute that it must have.
 
     >>> check_is("scheduler", "random", "plan", "a scheduler, as make_scheduler() gives")
     Traceback (most recent call last):
@@ -164,13 +164,13 @@ def check_is(name: str, value: object, kind: Any, wanted: str, *, optional: bool
 
 
 def check_state(what: str, state: object, *keys: str) -> None:
-    """Refuse what is no `state_dict()` of a loader or a trainer."""
+    """Raise DataError unless this is the `state_dict()` of a loader or a trainer."""
     if not isinstance(state, Mapping) or not state.keys() >= {*keys}:
         raise DataError(f"this is not a {what}'s state_dict(): found {state!r:.80}")
 
 
 def check_numbers(options: Any, prefix: str = "") -> None:
-    """Refuse a number that is outside its bounds in `BOUNDS`; other names are not checked.
+    """Raise OptionError for a number outside its bounds in `BOUNDS`; other names are not checked.
 
     >>> check_numbers({"batch_size": 1.5})
     Traceback (most recent call last):

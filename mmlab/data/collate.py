@@ -93,7 +93,7 @@ def _place(image: Pixels | None, place: Pixels, mask: NDArray[np.bool_]) -> None
 
 
 def _padded(rows: Sequence[NDArray[np.int64]], padding: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Rows of different length padded to (B, T), at least one column, and the mask of what is no padding."""
+    """Rows of different length padded to (B, T), T at least 1, and the mask that is True where there is no padding."""
     lengths = np.array([len(row) for row in rows])
     mask = np.arange(max(1, lengths.max())) < lengths[:, None]
     padded = np.full(mask.shape, padding, np.int64)

@@ -23,7 +23,7 @@ _OPTIONS = signature(DataLoader).parameters.keys() - _SET_ANEW - {"dataset"}
 
 
 class _SameBatches(TrainerCallback):
-    """Refuses a checkpoint of other batches: samples would be repeated or left out."""
+    """Raises an error for a checkpoint of other batches, after which samples would be repeated or left out."""
 
     def __init__(self, trainer: PlannedBatches) -> None:
         self._trainer = trainer

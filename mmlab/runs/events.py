@@ -251,14 +251,14 @@ def _decode(line: bytes, path: str | Path, offset: int) -> RunEvent:
 
 
 def _check_fields(flat: Mapping[str, Any]) -> None:
-    """Refuse an event without which a file cannot be read: a field of the wrong type, an end without a status."""
+    """Raise TypeError for an event that makes its file unreadable: a field of the wrong type, an end without a status."""
     for name, types in (_FIELDS | ({"status": (str,)} if flat["kind"] == "end" else {})).items():
         if type(flat.get(name)) not in types:
             raise TypeError(f"{name} should be {_words(types)}, found {flat.get(name)!r}")
 
 
 def check_types(events: Iterable[RunEvent], path: str | Path) -> None:
-    """Refuse events with values of the wrong type, since views compute with them.
+    """Check the types of the events' values, since views compute with them.
 
     Raises:
         DataError: a value has the wrong type; the message names the first one.
