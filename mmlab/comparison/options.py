@@ -164,9 +164,7 @@ def scheduler_names(schedulers: Sequence[str] | Mapping[str, Any]) -> tuple[str,
         if not isinstance(schedulers, Mapping):
             scheduler_type(name)
         elif not isinstance(schedulers[name], Scheduler) or basename(abspath(str(name))) != name:
-            raise OptionError(
-                f"{name!r}: {schedulers[name]!r:.40}: expected a name that a folder can have, and a scheduler"
-            )
+            raise OptionError(f"{name!r}: {schedulers[name]!r:.40}: expected a folder's name and a scheduler")
     return names
 
 

@@ -1,4 +1,4 @@
-"""Makes the scheduler that a run's configuration names."""
+"""Makes the scheduler that a run's configuration names, and counts what its plans hold."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from mmlab.comparison.config import RunConfig
-from mmlab.comparison.preparation import with_sampling
+from mmlab.comparison.preparation import costs_of, with_sampling
 from mmlab.comparison.run import Run
 from mmlab.comparison.sizing import SHORT_FIT
 from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.errors import DataError
+from mmlab.loading.loader import PlannedLoader
 from mmlab.machine import memory_limit, replace_file
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.pricing.fingerprint import fingerprint
@@ -29,7 +30,9 @@ from mmlab.pricing.timing import fit_time, time_conditions, timed_trainer
 from mmlab.pricing.trace import StepSetting
 from mmlab.runs.folders import TIME_MODEL
 from mmlab.schedule.dense import Fastest, Memory
+from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler, scheduler_among
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.base import Objective
 
 LIMIT = "limit_bytes.txt"  # of a run whose configuration gives none
@@ -109,6 +112,29 @@ def plan_run(
         following = ResourceAwareScheduler(planner=scheduler, rank=rank, emit=run.emit, agree=group.largest)
         return following, weights, memory
     return whole, weights, memory
+
+
+def planned_steps(trainer: FusionTrainer, loader: PlannedLoader, config: RunConfig) -> dict[str, float]:
+    """Steps of the whole run, and the cost of those left; later epochs count like this one, unless their ratios differ.
+
+    The cost is left out where the plan follows memory use, or is the rest of an epoch that other ranks began.
+    """
+    last_epoch, each = config.trainer.num_epochs, config.trainer.accumulation_steps
+    num_steps = trainer.step + trainer.steps_left(loader, last_epoch)
+    if (
+        trainer.epoch >= last_epoch
+        or not isinstance(loader.plan, BatchPlan)
+        or len(loader) > len(loader.plan)
+    ):
+        return {"num_steps": num_steps}
+    loader.set_epoch(trainer.epoch)
+    plans, later = [loader.plan.skip(trainer.epoch_batches)], range(trainer.epoch + 1, last_epoch)
+    if isinstance(config.sampling.ratios, tuple):
+        plans += [loader.plan_of(epoch) for epoch in later]
+        num_steps = trainer.step + sum(-(-len(plan) // each) for plan in plans)
+    else:
+        plans += [loader.plan] * len(later)
+    return {"num_steps": num_steps, "planned_cost": sum(float(costs_of(plan).sum()) for plan in plans)}
 
 
 def _kept(path: Path, limit_bytes: int) -> int:

@@ -21,7 +21,7 @@ from torch import distributed, nn
 from mmlab.comparison import preparation
 from mmlab.comparison.config import RunConfig, changed_options, load_config
 from mmlab.comparison.options import LoaderOptions, names_of
-from mmlab.comparison.plan import LIMIT, plan_run
+from mmlab.comparison.plan import LIMIT, plan_run, planned_steps
 from mmlab.comparison.run import Run
 from mmlab.data.text import load_tokenizer
 from mmlab.errors import DataError, OptionError, check_is
@@ -335,7 +335,7 @@ class _Training:
             "scheduler": config.scheduler.get("name", "budget"),
             "model": config.model.get("name") or config.model.get("preset", "small"),
             **trainer.description(),
-            "num_steps": trainer.step + trainer.steps_left(self._loader, config.trainer.num_epochs),
+            **planned_steps(trainer, self._loader, config),
             "num_epochs": config.trainer.num_epochs,
             "device_name": machine["device_name"],
             "world_size": self._world_size,

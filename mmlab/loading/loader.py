@@ -131,12 +131,15 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
     def _begin(self, epoch: int, plan: BatchPlan | None = None, num_before: int = 0) -> None:
         """Go to the start of an epoch, or of what is left of it after batches for another number of ranks."""
         self.epoch = epoch
-        plan = self.scheduler.plan(self._loader.sizes, epoch=epoch) if plan is None else plan
-        self.plan = self._share(plan)
+        self.plan = self.plan_of(epoch) if plan is None else self._share(plan)
         self._num_before = self.num_done = num_before
         self._num_bad = 0  # bad samples of the epoch, those before a resume included
         self._plan_state: Mapping[str, Any] | None = None  # of the plan's iterator after the last batch done
         self._resumes = False  # whether the next iteration begins there
+
+    def plan_of(self, epoch: int) -> BatchPlan:
+        """This rank's batches of a whole epoch."""
+        return self._share(self.scheduler.plan(self._loader.sizes, epoch=epoch))
 
     @staticmethod
     def _share(plan: BatchPlan) -> BatchPlan:
@@ -166,7 +169,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
         """Number of batches of a whole epoch on the present number of ranks."""
         if not self._num_before:
             return len(self)
-        return len(self._share(self.scheduler.plan(self._loader.sizes, epoch=self.epoch)))
+        return len(self.plan_of(self.epoch))
 
     def __iter__(self) -> Iterator[Batch]:
         self._check_open()

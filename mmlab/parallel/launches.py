@@ -109,9 +109,7 @@ def meet(store: distributed.Store, rank: int, world_size: int, *, timeout_s: flo
                 return word
         time.sleep(poll_s)
         poll_s = min(_LONGEST_POLL_S, 1.3 * poll_s)
-    raise RunError(
-        f"rank {rank} waited {timeout_s:.0f} s for the other {world_size - 1}; see whether all of them were started"
-    )
+    raise RunError(f"rank {rank} waited {timeout_s:.0f} s for the other {world_size - 1}; were all started?")
 
 
 def was_restarted() -> bool:

@@ -305,10 +305,12 @@ def duration(seconds: float | None) -> str:
 
 def _planned_and_done(run: RunState) -> tuple[float, float]:
     """Cost of the whole run and of the steps done; in steps if no cost is known, NaN if neither is."""
-    start = run.latest("start")
-    if start.get("planned_cost"):
-        costs = run.done(["predicted_cost"])
-        return start["planned_cost"], float(costs[np.isfinite(costs)].sum())
+    begun, start = run.event("start"), run.latest("start")
+    if begun is not None and start.get("planned_cost"):
+        steps, costs = run.done(("step", "predicted_cost"))
+        costs = np.nan_to_num(costs)
+        before = costs[steps <= begun.step].sum()  # done by the run that this one resumes
+        return start["planned_cost"] + float(before), float(costs.sum())
     step = run.event("step")
     return start.get("num_steps") or nan, 0.0 if step is None else step.step
 

@@ -34,6 +34,8 @@ from mmlab.errors import DataError, OptionError
 from mmlab.loading.loader import PlannedLoader
 from mmlab.runs.events import read_events
 from mmlab.runs.folders import exclusive_folder
+from mmlab.runs.follow import RunState
+from mmlab.runs.summaries import progress_of
 from mmlab.runs.trackers import current_events, export_run
 from mmlab.schedule.classic import BatchScheduler
 from mmlab.schedule.cost import PaddedTokens, batch_costs
@@ -227,6 +229,46 @@ def test_augmentation_and_sampling_are_chosen_in_the_file(
     assert 'name = "colour"' in (tmp_path / "colour" / "config.toml").read_text()
     assert "brightness = 0.4" in (tmp_path / "colour" / "config.toml").read_text()
     assert load_config(tmp_path / "drawn" / "config.toml").sampling.correct
+
+
+GROWING = '[[0, {"image-text" = 1, "text-only" = 0}], [3, {"image-text" = 1, "text-only" = 1}]]'
+
+
+@pytest.mark.parametrize("ratios", [None, GROWING])
+def test_the_steps_and_the_cost_of_all_epochs_are_known_from_the_start(
+    config: Path, records: Records, tmp_path: Path, ratios: str | None
+) -> None:
+    changes = ["trainer.num_epochs=4", "scheduler.batch_size=16", 'trainer.objectives=["masked_language"]']
+    if ratios:
+        pairs = zip(records.image_paths, records.texts, records.splits, strict=True)
+        rows = [{"image": Path(path).name, "text": text, "split": split} for path, text, split in pairs]
+        rows += [{"text": f"text {number}", "split": "train"} for number in range(30)]
+        (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        changes += [
+            f"data.path={tmp_path / 'data.jsonl'}",
+            f"data.images={Path(records.image_paths[0]).parent}",
+            f"sampling.ratios={ratios}",
+            "sampling.length=oversample",
+        ]
+    train(load_config(config, changes), runs=tmp_path, progress=False)
+    run = RunState(tmp_path / "small")
+    run.poll()
+    costs, start = run.column("predicted_cost"), run.latest("start")
+    steps_of_epochs = np.unique(run.column("epoch"), return_counts=True)[1]
+    assert start["num_steps"] == len(costs)
+    assert start["planned_cost"] == pytest.approx(costs.sum(), rel=1e-6 if ratios else 0.1)
+    assert (len(set(steps_of_epochs)) > 1) == bool(ratios)
+
+    before_last = Checkpoints(tmp_path / "small" / "checkpoints").paths[-2]
+    train(load_config(config, changes), runs=tmp_path, resume=str(before_last), progress=False)
+    run = RunState(tmp_path / "small")
+    run.poll()
+    begun = run.event("start")
+    steps, costs = run.done(("step", "predicted_cost"))
+    assert begun.step > 0
+    assert begun.values["num_steps"] == len(costs)
+    assert begun.values["planned_cost"] == pytest.approx(costs[steps > begun.step].sum())
+    assert progress_of([run]).done_ratio == 1
 
 
 def test_the_options_of_the_file_are_those_of_loader_and_checkpoints() -> None:

@@ -466,7 +466,8 @@ def test_steps_that_a_killed_run_lost_and_a_resumed_one_repeats_count_once() -> 
     run = RunState()
     run.apply([RunEvent("start", 0, 0, 0.0, plan), *map(step, range(1, 8))])
     assert figures() == (7, 28, 0.7)
-    run.apply([RunEvent("start", 3, 0, 8.0, plan), step(4)])  # from the checkpoint after the third step
+    rest = {**plan, "planned_cost": 70.0}
+    run.apply([RunEvent("start", 3, 0, 8.0, rest), step(4)])  # from the checkpoint after the third step
     assert figures() == (4, 16, 0.4)
     run.apply(map(step, range(5, 10)))
     assert figures() == (9, 36, 0.9)

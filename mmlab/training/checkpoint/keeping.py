@@ -168,9 +168,7 @@ class Checkpoints(CheckpointOptions):
             else:
                 return path
         if paths:
-            raise DataError(
-                f"{self._folder}: none of the {len(paths)} checkpoints is whole; start anew in another folder"
-            )
+            raise DataError(f"{self._folder}: none of the {len(paths)} checkpoints is whole; start elsewhere")
         return None
 
     def restore(self, trainer: Any, loader: Any = None) -> Path | None:
