@@ -136,8 +136,7 @@ def compare(
         control.report_phase("reading every image once")
         _warm_page_cache(train_set, progress)
         interrupted = take_turns(runs, setup, progress, room)
-        finished = min(len(run.epochs) for run in runs)
-        if not finished:
+        if not (finished := min(len(run.epochs) for run in runs)):
             raise KeyboardInterrupt
         # minutes of training must not be lost in the last second
         with signals_held(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

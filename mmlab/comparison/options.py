@@ -153,8 +153,7 @@ def scheduler_names(schedulers: Sequence[str] | Mapping[str, Any]) -> tuple[str,
         OptionError: no list, no name, a name given twice, an unknown name; or in a mapping a name that no folder inside the
             runs can have, or a value that is no scheduler.
     """
-    names = listed(schedulers)
-    if not names:
+    if not (names := listed(schedulers)):
         raise OptionError("no schedulers to compare; give at least one name")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise OptionError(f"scheduler {twice[0]!r} is named twice; name each once")

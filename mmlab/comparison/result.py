@@ -173,8 +173,7 @@ class Comparison:
         return notes
 
     def _loss_notes(self) -> list[str]:
-        chances = [arm.chance_r1 for arm in self.arms if arm.chance_r1 is not None]
-        if not chances:
+        if not (chances := [arm.chance_r1 for arm in self.arms if arm.chance_r1 is not None]):
             return ["Held-out loss is a mean over the tokens of the answers."]
         return [
             f"R@1 ranks all held-out pairs; chance is {100 * max(chances):.1f} %.",

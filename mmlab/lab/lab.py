@@ -253,8 +253,7 @@ class Lab:
         """
         import pandas as pd
 
-        states = self._poll(at_once=True)
-        if not states:
+        if not (states := self._poll(at_once=True)):
             raise RunError(f"{self.state}, no step written yet; press Start or call start() first, or wait")
         rows = [{"run": name, **summarize(run)} for name, run in states.items()]
         return pd.DataFrame(rows).set_index("run")

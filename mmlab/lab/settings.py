@@ -86,8 +86,7 @@ def settings_figure(folder: str | Path, names: Sequence[str] = ()) -> Figure:
     Raises:
         OptionError: no such run has begun, or none at all.
     """
-    begun = {run.name: run for run in _runs(folder) if run.count()}
-    if not begun:
+    if not (begun := {run.name: run for run in _runs(folder) if run.count()}):
         raise OptionError(f"no run in {folder} has taken a step")
     for name in names:
         check_name(f"run in {folder}", name, begun)

@@ -87,8 +87,7 @@ class FittedModel:
         asked = {**_versions(), **(conditions or {})}
         if fingerprint is not None:
             asked["model"], found["model"] = fingerprint, model.fingerprint
-        differ = [name for name, value in asked.items() if found.get(name) != value]
-        if differ:
+        if differ := [name for name, value in asked.items() if found.get(name) != value]:
             pairs = "; ".join(f"{name}: fitted for {found.get(name)}, not {asked[name]}" for name in differ)
             raise OptionError(f"{path} does not describe this training ({pairs}); fit the {cls.kind} again")
         return model

@@ -26,6 +26,7 @@ from mmlab.types import SampleSizes
 if TYPE_CHECKING:
     from mmlab.schedule.base import Scheduler
 
+_CHECKSUMS = {"options": "other scheduler options", "checksum": "other samples, or other sizes of them"}
 _KEPT_SAMPLES = 2**20  # epochs up to this long keep their blocks in memory (8 MiB)
 Taken = tuple[tuple[int, int], ...]
 
@@ -138,8 +139,9 @@ class EpochBlocks:
             raise DataError("this is not the state of a plan; give what a plan's state_dict() returned")
         for name, value in self._identity.items():
             if state.get(name, value) != value:
+                saved = _CHECKSUMS.get(name, f"{name} {state[name]}, this plan has {value}")
                 raise DataError(
-                    f"cannot resume: the state was saved with {name} {state[name]}, this plan has {value}; keep data, seed "
+                    f"cannot resume: the state was saved with {saved}; keep data, seed "
                     "and scheduler options; world_size may differ, but memory and fastest under ddp on several ranks go on only as that"
                 )
         taken = tuple((world_size, count) for world_size, count in state["taken"] if count)

@@ -65,8 +65,7 @@ def shorten_last_step(packs: Block, sample_work: Ints, world_size: int) -> Block
     Args:
         sample_work: (n,) work of each sample, in the packs' order.
     """
-    num_over = len(packs.ends) % world_size
-    if not num_over:
+    if not (num_over := len(packs.ends) % world_size):
         return packs
     pack_work = packs.totals(sample_work)
     split = np.argsort(pack_work, kind="stable")[:num_over]

@@ -146,8 +146,7 @@ class Precision:
         retry(lambda: make_state(optimizer))
         if self.scales and any(weight.grad is not None for weights in parts.values() for weight in weights):
             retry(lambda: self.scaler.unscale_(optimizer))
-        norms = retry(lambda: (norms_of or part_norms)(parts))
-        if not norms:  # no gradient on any rank
+        if not (norms := retry(lambda: (norms_of or part_norms)(parts))):  # no gradient on any rank
             return StepResult(0.0, True, loss_scale, {})
         grad_norm = math.hypot(*norms.values())
         finite = math.isfinite(grad_norm)

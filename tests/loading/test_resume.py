@@ -163,7 +163,7 @@ def test_another_plan_is_refused(dataset) -> None:
     loader = make_loader(dataset)
     list(islice(loader, 2))
     other = make_loader(dataset, scheduler=make_scheduler("budget", budget=300, cost=PaddedTokens(), seed=3))
-    told = r"cannot resume: the state was saved with options .*under ddp on several ranks go on only as that"
+    told = r"cannot resume: the state was saved with other scheduler options; .*under ddp on several ranks go on only as that"
     with pytest.raises(DataError, match=told):  # before a run in mid-epoch writes that it has begun
         other.load_state_dict(loader.state_dict())
 
