@@ -28,6 +28,7 @@ from mmlab.parallel.bench_options import BenchOptions
 Data = Annotated[str, "image-text pairs in any format that mmlab reads"]
 Image = Annotated[str, "square:SIDE or aspect:SIDE[:MULTIPLE]"]
 Tokenizer = Annotated[str, "builtin, or a Hugging Face name or path"]
+SkipBadRows = Annotated[bool, "leave out rows that cannot be used, with a warning"]
 Images = Annotated[str | None, "folder of the images, where they are not beside the data"]
 Processor = Annotated[str | None, "of a vision-language model; the data are conversations"]
 Limit = Annotated[int | None, "use N pairs, drawn from every split (default: all)"]
@@ -139,6 +140,7 @@ def plan(
     *,
     data: Annotated[str | None, "image-text pairs in any format that mmlab reads"] = None,
     images: Images = None,
+    skip_bad_rows: SkipBadRows = False,
     lengths: Annotated[str | None, "a CSV with height,width,num_tokens and optionally image_id"] = None,
     schedulers: Annotated[str | None, "by commas (default: all but memory; fastest with --model)"] = None,
     image: Image = "aspect:224",
@@ -167,7 +169,7 @@ def plan(
         raise OptionError("--device-name, --price-per-hour, --memory-gb, --precision: give --model too")
     if model is not None and budget is not None:
         raise OptionError("with --model, batches fill the same memory: give --memory-gb, not --budget")
-    policy = parse_image_policy(image)
+    policy, errors = parse_image_policy(image), "report" if skip_bad_rows else "raise"
     dataset: Any = None
     made = f"as {processor} makes them"
     if model is not None:
@@ -179,12 +181,12 @@ def plan(
             raise OptionError("--processor determines the sizes of images: leave --image out")
         from mmlab.pricing.step_prices import named_dataset
 
-        dataset = named_dataset(data, images, processor)
+        dataset = named_dataset(data, images, processor, errors=errors)
         sizes = dataset.sizes
     elif lengths is not None:
         sizes = read_lengths(lengths)
     else:
-        sizes = read_records(data, images=images, tokenizer="builtin").sizes()
+        sizes = read_records(data, images=images, tokenizer="builtin", errors=errors).sizes()
     if dataset is None:
         if model is not None and isinstance(policy, Aspect) and image.count(":") == 1:
             policy = replace(policy, multiple=side_of_patch(model))
@@ -224,6 +226,7 @@ def memory(
     tokenizer: Tokenizer = "builtin",
     limit: Limit = None,
     images: Images = None,
+    skip_bad_rows: SkipBadRows = False,
     processor: Processor = None,
 ) -> Any:
     """Predict the memory each batch needs, and plan batches that fill a device."""
@@ -268,7 +271,7 @@ def inspect(
     image: Image = "aspect:224",
     images: Images = None,
     tokenizer: Tokenizer = "builtin",
-    skip_bad_rows: Annotated[bool, "list bad rows and continue without them"] = False,
+    skip_bad_rows: SkipBadRows = False,
     plot: Plot = None,
 ) -> Any:
     """Show sizes, aspects, lengths, and the padding that four of the schedulers would cause."""
@@ -290,6 +293,7 @@ def cache_build(
     data: Data,
     image: Image = "square:224",
     images: Images = None,
+    skip_bad_rows: SkipBadRows = False,
     engine: Annotated[Literal["threads", "ray"], "who decodes: threads of every rank, or Ray"] = "threads",
     threads: Annotated[int | None, "decoders (default: one a core)"] = None,
     limit_gib: Annotated[float | None, "size that the cache may have (default: no limit)"] = None,
@@ -300,7 +304,8 @@ def cache_build(
     from mmlab.loading.cache import SampleCache, build_cache, build_cache_on_ray, cache_key
     from mmlab.types import parse_image_policy
 
-    records = read_records(data, images=images, progress=os.environ.get("RANK", "0") == "0")
+    errors, progress = "report" if skip_bad_rows else "raise", os.environ.get("RANK", "0") == "0"
+    records = read_records(data, images=images, errors=errors, progress=progress)
     dataset = MultimodalDataset(records, image_policy=parse_image_policy(image))
     limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
     dataset.cache = SampleCache(folder, key=cache_key(dataset), limit_bytes=limit_bytes)
@@ -322,6 +327,7 @@ def bench_io(
     precision: Precision = "fp32",
     limit: Limit = None,
     images: Images = None,
+    skip_bad_rows: SkipBadRows = False,
 ) -> Any:
     """Measure every stage from the disk to the training step; name the bottleneck."""
     options = locals()

@@ -150,6 +150,7 @@ def bench_io(
     precision: str = "fp32",
     limit: int | None = None,
     images: str | None = None,
+    skip_bad_rows: bool = False,
     progress: bool = True,
 ) -> IoBench:
     """Measure every stage from the disk to the training step on a data set.
@@ -160,6 +161,7 @@ def bench_io(
         image: image policy in short form, see `parse_image_policy`.
         limit: use so many samples, drawn from every split.
         images: folder of the images, where they are not beside the data.
+        skip_bad_rows: leave out rows that cannot be used, with a warning.
         progress: show a bar on stderr.
 
     Raises:
@@ -170,7 +172,8 @@ def bench_io(
     if batch_size < 2:
         raise OptionError(f"batch_size must be at least 2 (the loss needs negatives), found {batch_size}")
     policy, device = parse_image_policy(image), resolve_device(device)
-    records = read_records(data, images=images, limit=limit, progress=progress)
+    errors = "report" if skip_bad_rows else "raise"
+    records = read_records(data, images=images, limit=limit, errors=errors, progress=progress)
     rows = np.flatnonzero(records.height)
     if (num_images := len(np.unique(records.group[rows]))) < 2:
         raise DataError(f"{data}: found {num_images} images in {len(records)} records, at least 2 are needed")

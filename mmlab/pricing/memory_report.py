@@ -222,6 +222,7 @@ def memory_report(
     tokenizer: str = "builtin",
     limit: int | None = None,
     images: str | None = None,
+    skip_bad_rows: bool = False,
     processor: str | None = None,
     progress: bool = True,
     **setting: Any,
@@ -238,6 +239,7 @@ def memory_report(
         tokenizer: see `load_tokenizer`.
         limit: number of samples to use, drawn from every split.
         images: folder of the images, if they are not beside the data.
+        skip_bad_rows: leave out rows that cannot be used, with a warning.
         processor: name of a vision-language model's processor, if the data are conversations; it determines
             the sizes of images and texts.
         setting: other fields of `mmlab.pricing.trace.StepSetting`: `precision`, `checkpointing`, ...
@@ -248,14 +250,14 @@ def memory_report(
     """
     memory_bytes = memory_limit(device, memory_gb=memory_gb)
     network: nn.Module
-    dataset, source = None, str(data)
+    dataset, source, errors = None, str(data), "report" if skip_bad_rows else "raise"
     if processor is not None:
         if (image, tokenizer, limit) != ("aspect:224", "builtin", None):
             raise OptionError("--processor determines these: leave --image, --tokenizer and --limit out")
-        dataset = named_dataset(source, images, processor, progress=progress)
+        dataset = named_dataset(source, images, processor, errors=errors, progress=progress)
         sizes, network = dataset.sizes, conversation_model(model)
     else:
-        records = read_records(data, images=images, limit=limit)
+        records = read_records(data, images=images, limit=limit, errors=errors)
         if not len(records):
             raise DataError(f"{data} has no records to price")
         tokens = load_tokenizer(tokenizer, records=records)

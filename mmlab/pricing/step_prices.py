@@ -232,17 +232,21 @@ def _conditions(model: ConversationModel, setting: Mapping[str, Any]) -> dict[st
     return {"method": "measured", "device": name, "precision": "fp32", "packed": model.is_packed, **setting}
 
 
-def named_dataset(data: str, images: str | None, processor: str, **options: Any) -> ConversationDataset:
+def named_dataset(
+    data: str, images: str | None, processor: str, *, errors: str = "raise", **options: Any
+) -> ConversationDataset:
     """The conversations of a file, as a named processor prepares them.
 
     Args:
+        errors: as for `read_conversations`.
         options: of `ConversationDataset`.
 
     Raises:
         DataError: conversations that cannot be used.
         OptionError: no such processor.
     """
-    return ConversationDataset(read_conversations(data, images=images), named_processor(processor), **options)
+    talks = read_conversations(data, images=images, errors=errors)
+    return ConversationDataset(talks, named_processor(processor), **options)
 
 
 def _probes(

@@ -102,6 +102,31 @@ def test_a_name_that_is_too_long_is_a_wrong_path(tmp_path: Path, capsys: pytest.
     assert "File name too long" in refused(["data", "make", str(tmp_path / ("x" * 300))], capsys)
 
 
+@pytest.mark.parametrize(
+    ("words", "later"),
+    [
+        ("plan --schedulers random", ""),
+        ("cache build CACHE --image square:32", ""),
+        ("memory --model FOLDER --memory-gb 4", "is neither a preset"),  # refused once the rows are read
+        ("bench io", "found 1 images in 1 records"),
+    ],
+)
+@pytest.mark.filterwarnings("always:.*cannot be used")
+def test_every_command_that_reads_can_leave_out_rows_that_cannot_be_used(
+    words: str, later: str, scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = min((scenes.parent / "images").glob("*.jpg"))
+    (tmp_path / "pairs.csv").write_text(f"image,text\n{image.name},a text\ngone.jpg,another text\n")
+    command = words.replace("CACHE", str(tmp_path / "cache")).replace("FOLDER", str(tmp_path)).split()
+    command += ["--data", str(tmp_path / "pairs.csv"), "--images", str(image.parent)]
+    assert "1 of 2 rows cannot be used" in refused(command, capsys)
+    assert main([*command, "--skip-bad-rows"]) == (2 if later else 0)
+    said = capsys.readouterr().err
+    assert "warning: " in said
+    assert "1 of 2 rows cannot be used and are left out" in said
+    assert later in said
+
+
 def test_a_folder_of_images_elsewhere_is_given_to_every_command_that_reads(
     scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -181,8 +181,7 @@ def _read_labels(
 
     Rows of all splits are considered, so that a class has the same number in each.
     """
-    stated = [row.label for row in all_rows if row.label is not None]
-    if not stated:
+    if not (stated := [row.label for row in all_rows if row.label is not None]):
         return None, ()
     names: dict[object, int] = {}
     if all(isinstance(label, str) and _as_integer(label) is None for label in stated):
@@ -255,7 +254,7 @@ def report_bad_rows(
     listed = _listed(bad_rows)
     summary = f"{source}: {len(bad_rows)} of {num_rows} rows cannot be used"
     if errors == "raise" or len(bad_rows) == num_rows:
-        skip = f"Fix them, or skip them: by {reader}(..., errors='report'), in a run by its option skip_bad_rows."
+        skip = f"Fix them, or skip them: by {reader}(..., errors='report'), in a run or on the command line by the option skip_bad_rows."
         remedy = skip if errors == "raise" else "Nothing is left to read."
         raise DataError("\n".join([f"{summary}:", *listed, remedy]), bad_rows=bad_rows)
     warnings.warn(f"{summary} and are left out; they are in .bad_rows, first {bad_rows[0]}", stacklevel=4)
