@@ -67,7 +67,7 @@ class MemoryPanel(Panel):
         figures = planned.figures()
         if planned.plan is None:
             needed, usable = planned.sample_bytes.max() / GIB, planned.target_bytes / GIB
-            self.summary.value = f"<b>Does not fit:</b> one sample needs {needed:.2f} GiB, has {usable:.2f}."
+            self.summary.value = f"<b>Does not fit:</b> one sample needs {needed:.4g} GiB, has {usable:.4g}."
         else:
             fixed = f"a fixed batch size that always fits is {figures['fixed_batch_size']}"
             if planned.limited_by_images:

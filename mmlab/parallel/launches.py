@@ -47,8 +47,7 @@ def joined(device: str | None, timeout_s: float) -> Iterator[tuple[int, int, str
     if device == "cuda" and "LOCAL_RANK" in os.environ:
         device = resolve_device(f"cuda:{os.environ['LOCAL_RANK']}")
         torch.cuda.set_device(device)
-    joins = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized()
-    if joins:
+    if joins := int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized():
         longest_s = max(timeout_s, TIMEOUT_S) + 60  # the last resort, behind `RankWatch`
         join("nccl" if device.startswith("cuda") else "gloo", timeout_s=longest_s)
     try:

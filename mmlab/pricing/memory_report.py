@@ -26,6 +26,7 @@ from mmlab.pricing.named_model import conversation_model, named_model
 from mmlab.pricing.step_prices import named_dataset
 from mmlab.pricing.trace import StepSetting
 from mmlab.runs.figures import GREY, PALETTE
+from mmlab.schedule.columns import images_apart
 from mmlab.schedule.cost import batch_costs, max_batch_size
 from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES
 from mmlab.schedule.plan import BatchPlan
@@ -62,7 +63,7 @@ class PlannedMemory:
     @property
     def limited_by_images(self) -> bool:
         """Whether a batch has a sample of every image: it could not grow without two samples of one image."""
-        num_images = len(np.unique(self.sizes.group))
+        num_images = len(np.unique(images_apart(self.sizes.group)))
         return self.plan is not None and self.plan.columns.counts.max() == num_images < len(self.sizes)
 
     def figures(self) -> dict[str, float | None]:
@@ -92,11 +93,11 @@ class PlannedMemory:
         if self.plan is not None:
             shapes, times = np.unique(self.plan.shape_columns, axis=0, return_counts=True)
             samples, tokens, *sides = shapes.T
-            dots = counts.scatter(np.prod(sides, axis=0) / 1e3, samples, c=tokens, s=8 * times, alpha=0.7)
+            dots = counts.scatter(np.prod(sides, axis=0), samples, c=tokens, s=8 * times, alpha=0.7)
             figure.colorbar(dots, label="tokens")
             needed.plot(self.batch_bytes / GIB, ".", ms=4, color=PALETTE[0])
         needed.axhline(limit_gib, color=GREY, lw=1, ls="--")
-        counts.set(title="batches (area: how many)", xlabel="1000 pixels", ylabel="samples", ylim=(0, None))
+        counts.set(title="batches (area: how many)", xlabel="padded pixels", ylabel="samples", ylim=(0, None))
         needed.set(title="predicted peak; -- limit", xlabel="batch", ylabel="GiB", ylim=(0, 1.05 * limit_gib))
         needed.xaxis.get_major_locator().set_params(integer=True)
         return figure

@@ -149,8 +149,7 @@ class Precision:
         if not (norms := retry(lambda: (norms_of or part_norms)(parts))):  # no gradient on any rank
             return StepResult(0.0, True, loss_scale, {})
         grad_norm = math.hypot(*norms.values())
-        finite = math.isfinite(grad_norm)
-        if finite:
+        if finite := math.isfinite(grad_norm):
             _clip(parts, norms, grad_norm, max_grad_norm)
             # the scaler checks the elements: a norm can overflow although they do not
             retry(lambda: self.scaler.step(optimizer) if self.scales else optimizer.step())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from mmlab.errors import OptionError
@@ -11,6 +13,7 @@ from mmlab.lab.memory_panel import MemoryPanel
 from mmlab.lab.notebook import draw_sizes
 from mmlab.machine import GIB
 from mmlab.pricing.memory import MemoryModel
+from mmlab.pricing.memory_report import plan_memory
 from mmlab.schedule.cost import MaxPolynomial
 from mmlab.types import aspect
 
@@ -51,6 +54,24 @@ def test_too_little_memory_is_shown_and_mended_by_the_next_move() -> None:
     everything = MemoryPanel(SIZES, MODELS, memory_gb=(0.5, 400, 400))
     assert "<b>400 samples a batch</b>" in everything.summary.value
     assert "larger batches would hold two captions of one image" in everything.summary.value
+
+
+def test_what_hardly_fits_not_is_shown_apart_from_the_limit() -> None:
+    planned = MemoryPanel(SIZES, MODELS).planned()
+    needed = planned.sample_bytes.max() * planned.limit_bytes / planned.target_bytes
+    little = 0.999 * needed / GIB
+    said = MemoryPanel(SIZES, MODELS, memory_gb=(little, 80, little)).summary.value
+    needs, has = re.search(r"needs (\S+) GiB, has (\S+)\.$", said).groups()
+    assert float(needs) > float(has)
+
+
+def test_samples_of_unknown_images_are_images_of_their_own() -> None:
+    model, few = MODELS["bf16"], replace(SIZES.take(range(3)), group=np.full(3, -1))
+    enough = plan_memory(model, few, 400 * GIB)
+    assert (enough.plan.columns.counts.max(), enough.limited_by_images) == (3, False)
+    ratio = enough.limit_bytes / enough.target_bytes
+    alone = plan_memory(model, few, int(1.001 * ratio * enough.sample_bytes.max()))
+    assert (alone.plan.columns.counts.max(), alone.limited_by_images) == (1, False), "by the memory"
 
 
 def test_without_models_there_is_no_panel() -> None:
