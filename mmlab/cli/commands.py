@@ -166,7 +166,7 @@ def plan(
     if lengths is not None and images is not None:
         raise OptionError("--lengths has the sizes of images, which are not read: leave --images out")
     if model is None and (device_name, price_per_hour, memory_gb, precision) != (None, None, None, "fp32"):
-        raise OptionError("--device-name, --price-per-hour, --memory-gb, --precision: give --model too")
+        raise OptionError("add --model NAME, for --device-name, --price-per-hour, --memory-gb or --precision")
     if model is not None and budget is not None:
         raise OptionError("with --model, batches fill the same memory: give --memory-gb, not --budget")
     policy, errors = parse_image_policy(image), "report" if skip_bad_rows else "raise"

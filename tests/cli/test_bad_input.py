@@ -33,7 +33,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("compare --data D --memory-gb inf", "--memory-gb must be finite, found inf"),
         ("compare --data D --limit 0", "--limit must be at least 1, found 0"),
         ("plan --data D --image aspect:8", "max_area 64 cannot hold one cell of 16 x 16 pixels"),
-        ("plan --data D --precision bf61", "--precision: give --model too"),
+        ("plan --data D --precision bf61", "add --model NAME, for --device-name, --price-per-hour"),
         ("plan --data D --seed -1", "--seed must be at least 0, found -1"),
         ("memory --model tiny --data D --limit -5", "--limit must be at least 1, found -5"),
         ("data make OUT --num-images 0", "--num-images must be at least 1, found 0"),
