@@ -88,7 +88,8 @@ def loading_by_name(problem: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise OptionError(f"{problem}: {' '.join(str(error).split())}") from error
+        hint = "; offline, name a local folder or set HF_HUB_OFFLINE=1" if "connect to" in str(error) else ""
+        raise OptionError(f"{problem}: {' '.join(str(error).split())}{hint}") from error
 
 
 def first_line(error: object) -> str:

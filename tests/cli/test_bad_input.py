@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mmlab.cli.main import main
+from mmlab.errors import OptionError, loading_by_name
 from mmlab.runs.events import RunLog
 
 
@@ -85,6 +86,14 @@ def test_a_damaged_configuration_of_a_model_is_told_in_one_line(
     said = refused(["memory", "--model", str(tmp_path), "--data", str(scenes), "--memory-gb", "4"], capsys)
     assert f"{str(tmp_path)!r} is neither a preset" in said
     assert len(said.splitlines()) == 1
+
+
+def test_a_model_that_cannot_be_downloaded_says_how_to_work_offline() -> None:
+    told = r"no model: could not connect to x; offline, name a local folder or set HF_HUB_OFFLINE=1$"
+    with pytest.raises(OptionError, match=told), loading_by_name("no model"):
+        raise OSError("could not\nconnect to x")
+    with pytest.raises(OptionError, match=r"no model: damaged$"), loading_by_name("no model"):
+        raise OSError("damaged")
 
 
 def test_code_beside_a_model_is_not_run(
