@@ -35,6 +35,7 @@ import orjson
 from mmlab.errors import DataError, OptionError, check_name, unknown_name
 from mmlab.machine import regular
 from mmlab.runs.event_keys import EVENT_KEYS, EVENT_KINDS, USER_PREFIX
+from mmlab.runs.folders import is_aside
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -175,7 +176,7 @@ def read_events(
 
 
 def read_runs(folder: str | Path) -> pd.DataFrame:
-    """All events of all runs below a folder, one row each, in order of run and time.
+    """All events of all runs below a folder, one row each, in order of run and time; runs moved aside do not count.
 
     Columns: `run` (the run's folder relative to `folder`; for `folder` itself its name), `kind`, `step`, `rank`,
     `time_s`, `elapsed_s` (since the run's first event), then the keys that any event has, in the table's order.
@@ -188,8 +189,9 @@ def read_runs(folder: str | Path) -> pd.DataFrame:
     folder = Path(folder)
     rows = []
     for path in sorted(folder.rglob(EVENT_FILES)):
-        run = path.parent.relative_to(folder).as_posix() if path.parent != folder else folder.resolve().name
-        events, _ = read_events(path)
+        below = path.parent.relative_to(folder)
+        run = below.as_posix() if below.parts else folder.resolve().name
+        events = [] if any(map(is_aside, below.parts)) else read_events(path)[0]
         rows += [
             {"run": run, **{field: getattr(event, field) for field in _FIELDS}, **event.values}
             for event in events

@@ -220,7 +220,10 @@ def test_read_runs_joins_every_rank_of_every_run(tmp_path: Path) -> None:
         with RunLog(tmp_path / run, rank) as log:
             log.emit(RunEvent("start", 0, rank, start_s, {"scheduler": run}))
             log.emit(RunEvent("step", 1, rank, start_s + 1, {"user_own": 3, "loss": math.nan}))
+    with RunLog(tmp_path / "previous-1" / "a") as log:
+        log.write("start", 0, scheduler="an earlier run that was moved aside")
     table = read_runs(tmp_path)
+    assert set(read_runs(tmp_path / "previous-1")["run"]) == {"a"}
     assert list(table["run"]) == ["a"] * 4 + ["deep/b"] * 2
     assert list(table["elapsed_s"]) == [0.0, 0.25, 1.0, 1.25, 0.0, 1.0]
     assert list(table["rank"]) == [0, 1, 0, 1, 0, 0]
