@@ -96,7 +96,7 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
         speed = summarize(before)["samples_per_s"]
         if Path(run.name).name == Path(before.name).name and speed and found["samples_per_s"]:
             gain = 100 * (found["samples_per_s"] / speed - 1)
-            figures[f"over {Path(before.name).parent}"] = f"{gain:+.0f} %"
+            figures[f"over {Path(before.name).parent}"] = f"{gain:+z.0f} %"
     gauges = [
         [f"{now['device']}, rank {rank}", *(now[key] for key in _GAUGED)]
         for rank in run.ranks()

@@ -188,9 +188,9 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     gain, gains = 100 * (np.median(fast) / np.median(slow) - 1), 100 * (fast / slow - 1)
     level = [name for name in ranked[1:] if name != rival and are_level(found[best][1], found[name][1])]
     named = f"{best} (level with {', '.join(level)})" if level else best
-    spread = f"{gains.min():+.0f} to {gains.max():+.0f} % in {len(gains)} paired epochs"
+    spread = f"{gains.min():+z.0f} to {gains.max():+z.0f} % in {len(gains)} paired epochs"
     ran = [found[name][0] for name in (best, rival)]
-    over = f"{named}: {gain:+.0f} % samples/s over {place}{rival}"
+    over = f"{named}: {gain:+z.0f} % samples/s over {place}{rival}"
     if max(run.first_s for run in ran) > min(run.last_s for run in ran):
         said = [f"{over}, but they did not take turns: the machine may have been slower for one"]
     elif len(gains) == 1:

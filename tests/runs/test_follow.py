@@ -487,6 +487,16 @@ def test_the_verdict_ranks_runs_by_the_epochs_that_both_have_finished() -> None:
     assert verdict_of(runs) == "random: +10 % samples/s over budget in one epoch; its noise is not known yet"
 
 
+def test_no_gain_has_no_sign_of_a_loss() -> None:
+    runs = [RunState("random"), RunState("budget")]
+    for run, step_times in zip(runs, ((1.0, 1.0), (1.001, 0.6)), strict=True):
+        for epoch, step_s in enumerate(step_times):
+            values = {"epoch": epoch, "step_s": step_s, "num_samples": 8}
+            run.apply([RunEvent("step", 20 * epoch + step, 0, 0.0, values) for step in range(20)])
+            run.apply([RunEvent("epoch", 20 * epoch + 19, 0, 0.0, {"epoch": epoch})])
+    assert "budget over random: +0 to +67 % in 2 paired epochs" in verdict_of(runs)
+
+
 def test_a_figure_that_cannot_be_written_leaves_the_earlier_file(tmp_path: Path) -> None:
     path, limits = tmp_path / "figure.svg", resource.getrlimit(resource.RLIMIT_FSIZE)
     save_figure(draw_runs({}), path)
