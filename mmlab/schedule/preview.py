@@ -230,12 +230,12 @@ def read_lengths(path: str | Path) -> SampleSizes:
         raise DataError(f"{path}: no rows found")
     columns: dict[str, Any] = {}
     for name in wanted:
-        text = table[name].str.strip()
+        text = table[name].str.strip().str.removesuffix(".0")  # as pandas writes a column with gaps
         numbers = text.where(text.str.fullmatch("[0-9]{1,10}"), "-1").astype(np.int64)
         wrong = np.flatnonzero((numbers < 0) | (numbers >= 2**31))
         if len(wrong):
             raise DataError(
-                f"{path}: line {wrong[0] + 2}, column {name}: expected a whole number >= 0, found {text[wrong[0]]!r}"
+                f"{path}: line {wrong[0] + 2}, column {name}: expected a whole number, 0 for no image or text, found {text[wrong[0]]!r}"
             )
         columns[name] = numbers.to_numpy()
     if "image_id" not in table:

@@ -112,7 +112,11 @@ def test_lengths_are_read_with_and_without_images(tmp_path):
         ("", "found an empty file; expected height,width,num_tokens"),
         (
             "height,width,num_tokens\n1,2,3\n1,x,3\n",
-            "line 3, column width: expected a whole number >= 0, found 'x'",
+            "line 3, column width: expected a whole number, 0 for no image or text, found 'x'",
+        ),
+        (
+            "height,width,num_tokens\n1.0,2.0,3\n,,3\n",
+            "line 3, column height: .* 0 for no image or text, found ''",
         ),
         ("height,width,num_tokens\n1,2,-3\n", "line 2, column num_tokens: .* found '-3'"),
         ("height,width,num_tokens\n1,2\n", "line 2, column num_tokens: .* found ''"),
