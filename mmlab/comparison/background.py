@@ -221,6 +221,7 @@ def find_run(folder: str | Path) -> BackgroundRun | None:
         return own
     try:
         found = BackgroundRun(folder, json.loads(path.read_text()), None)
+        found._is_alive()  # reads what identifies the process
     except (ValueError, TypeError, LookupError) as error:
         raise DataError(f"{path} is damaged ({error}); remove it, and start the run again") from error
     return own if own is not None and own._identity == found._identity else found

@@ -301,9 +301,10 @@ def test_what_a_run_was_asked_for_is_told_whole(tmp_path: Path, monkeypatch: pyt
     other.options["schedulers"], other._opened = ("mine",), True
     assert other.differences(asked) == "", "only the names are known to a lab that was opened"
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken/process.json").write_text("[]")
-    with pytest.raises(DataError, match=r"process.json is damaged .*; remove it"):
-        Lab.open(tmp_path / "broken")
+    for damaged in ("[]", '{"job": {}, "process": {}}'):
+        (tmp_path / "broken/process.json").write_text(damaged)
+        with pytest.raises(DataError, match=r"process.json is damaged .*; remove it"):
+            Lab.open(tmp_path / "broken")
 
 
 def test_the_code_of_a_lab_makes_the_same_lab(tmp_path: Path) -> None:
