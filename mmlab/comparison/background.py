@@ -119,7 +119,8 @@ class BackgroundRun:
         if outcome["status"] == "failed":
             if kind := USER_ERRORS.get(outcome.get("error", "")):
                 raise kind(outcome["message"])
-            raise RunError(f"the run failed: {outcome['message']}\n{outcome['traceback']}")
+            message, trace = outcome["message"], outcome["traceback"]
+            raise RunError(f"the run failed: {message}\n{trace.removeprefix(message)}".strip())
         folder = self.folder_now
         if not (folder / "comparison.json").exists():
             raise RunError("the run was stopped before every scheduler had finished an epoch: no result")
@@ -154,7 +155,7 @@ class BackgroundRun:
         message = trace = f"its process ended{code} {why}"
         with contextlib.suppress(FileNotFoundError):
             if log := (self.folder_now / LOG).read_text(errors="replace")[-4000:]:
-                trace = f"{message}; its log ends:\n{log}"
+                trace = f"{message}\nIts log ends:\n{log}"
         return {"status": "failed", "message": message, "traceback": trace}
 
 

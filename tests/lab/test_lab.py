@@ -148,11 +148,12 @@ def test_a_run_that_is_killed_has_failed_and_says_so_everywhere(scenes: Path, tm
     until(lambda: lab.progress[0] > 0, lab)
     assert lab._run is not None
     os.kill(lab._run._identity["process_id"], signal.SIGKILL)
-    with pytest.raises(RunError, match="exit code -9"):
+    with pytest.raises(RunError, match="exit code -9") as raised:
         lab.wait()
+    assert str(raised.value).count("exit code -9") == 1
     assert lab.state == "failed"
     assert "exit code -9" in str(lab.error)
-    assert not str(lab.error).endswith("its log ends:\n"), "an empty log is not announced"
+    assert not str(lab.error).endswith("Its log ends:\n"), "an empty log is not announced"
     runs = Runs(tmp_path)
     runs.poll()
     assert {name: state.status for name, state in runs.states.items()} == {"runs/random": "killed"}
