@@ -136,7 +136,8 @@ def compare(
         control.report_phase("reading every image once")
         _warm_page_cache(train_set, progress)
         interrupted = take_turns(runs, setup, progress, room)
-        if not (finished := min(len(run.epochs) for run in runs)):
+        finished = min(len(run.epochs) for run in runs)
+        if not finished:
             raise KeyboardInterrupt
         # minutes of training must not be lost in the last second
         with signals_held(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -153,7 +153,8 @@ def scheduler_names(schedulers: Sequence[str] | Mapping[str, Any]) -> tuple[str,
         OptionError: no list, no name, a name given twice, an unknown name; or in a mapping a name that no folder inside the
             runs can have, or a value that is no scheduler.
     """
-    if not (names := listed(schedulers)):
+    names = listed(schedulers)
+    if not names:
         raise OptionError("no schedulers to compare; give at least one name")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise OptionError(f"scheduler {twice[0]!r} is named twice; name each once")
@@ -163,7 +164,9 @@ def scheduler_names(schedulers: Sequence[str] | Mapping[str, Any]) -> tuple[str,
         if not isinstance(schedulers, Mapping):
             scheduler_type(name)
         elif not isinstance(schedulers[name], Scheduler) or basename(abspath(str(name))) != name:
-            raise OptionError(f"{name!r}: {schedulers[name]!r:.40}: expected a folder's name and a scheduler")
+            raise OptionError(
+                f"{name!r}: {schedulers[name]!r:.40}: expected a name that a folder can have, and a scheduler"
+            )
     return names
 
 

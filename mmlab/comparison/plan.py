@@ -115,26 +115,27 @@ def plan_run(
 
 
 def planned_steps(trainer: FusionTrainer, loader: PlannedLoader, config: RunConfig) -> dict[str, float]:
-    """Steps of the whole run, and the cost of those left; later epochs count like this one, unless their ratios differ.
+    """Steps of the whole run, and the cost of those left; an epoch without ratios of its own counts like the one before.
 
     The cost is left out where the plan follows memory use, or is the rest of an epoch that other ranks began.
     """
     last_epoch, each = config.trainer.num_epochs, config.trainer.accumulation_steps
-    num_steps = trainer.step + trainer.steps_left(loader, last_epoch)
-    if (
-        trainer.epoch >= last_epoch
-        or not isinstance(loader.plan, BatchPlan)
-        or len(loader) > len(loader.plan)
-    ):
-        return {"num_steps": num_steps}
+    is_planned = isinstance(loader.plan, BatchPlan) and len(loader) == len(loader.plan)
+    if trainer.epoch >= last_epoch or not is_planned:
+        return {"num_steps": trainer.step + trainer.steps_left(loader, last_epoch)}
+
+    def steps_and_cost(plan: BatchPlan) -> NDArray[np.float64]:
+        return np.array([-(-len(plan) // each), costs_of(plan).sum()])
+
     loader.set_epoch(trainer.epoch)
-    plans, later = [loader.plan.skip(trainer.epoch_batches)], range(trainer.epoch + 1, last_epoch)
-    if isinstance(config.sampling.ratios, tuple):
-        plans += [loader.plan_of(epoch) for epoch in later]
-        num_steps = trainer.step + sum(-(-len(plan) // each) for plan in plans)
-    else:
-        plans += [loader.plan] * len(later)
-    return {"num_steps": num_steps, "planned_cost": sum(float(costs_of(plan).sum()) for plan in plans)}
+    ratios = config.sampling.ratios
+    last_change = ratios[-1][0] if isinstance(ratios, tuple) else 0
+    left, of_epoch = steps_and_cost(loader.plan.skip(trainer.epoch_batches)), steps_and_cost(loader.plan)
+    for epoch in range(trainer.epoch + 1, last_epoch):
+        if epoch <= last_change:
+            of_epoch = steps_and_cost(loader.plan_of(epoch))
+        left += of_epoch
+    return {"num_steps": trainer.step + int(left[0]), "planned_cost": float(left[1])}
 
 
 def _kept(path: Path, limit_bytes: int) -> int:

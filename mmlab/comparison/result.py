@@ -173,7 +173,8 @@ class Comparison:
         return notes
 
     def _loss_notes(self) -> list[str]:
-        if not (chances := [arm.chance_r1 for arm in self.arms if arm.chance_r1 is not None]):
+        chances = [arm.chance_r1 for arm in self.arms if arm.chance_r1 is not None]
+        if not chances:
             return ["Held-out loss is a mean over the tokens of the answers."]
         return [
             f"R@1 ranks all held-out pairs; chance is {100 * max(chances):.1f} %.",
@@ -225,7 +226,9 @@ class Comparison:
         if off := [predicted / measured - 1 for predicted, measured in speeds if predicted]:
             pace = "slower" if max(off) < -_OTHER_PACE else "faster" if min(off) > _OTHER_PACE else None
             so = f": the machine was probably {pace} when steps were timed." if pace else "."
-            notes.append(f"Predicted samples/s are {min(off):+z.0%} to {max(off):+z.0%} off those measured{so}")
+            notes.append(
+                f"Predicted samples/s are {min(off):+z.0%} to {max(off):+z.0%} off those measured{so}"
+            )
         return notes
 
     @property

@@ -253,7 +253,8 @@ class Lab:
         """
         import pandas as pd
 
-        if not (states := self._poll(at_once=True)):
+        states = self._poll(at_once=True)
+        if not states:
             raise RunError(f"{self.state}, no step written yet; press Start or call start() first, or wait")
         rows = [{"run": name, **summarize(run)} for name, run in states.items()]
         return pd.DataFrame(rows).set_index("run")

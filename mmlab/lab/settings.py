@@ -86,7 +86,8 @@ def settings_figure(folder: str | Path, names: Sequence[str] = ()) -> Figure:
     Raises:
         OptionError: no such run has begun, or none at all.
     """
-    if not (begun := {run.name: run for run in _runs(folder) if run.count()}):
+    begun = {run.name: run for run in _runs(folder) if run.count()}
+    if not begun:
         raise OptionError(f"no run in {folder} has taken a step")
     for name in names:
         check_name(f"run in {folder}", name, begun)

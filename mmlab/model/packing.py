@@ -111,7 +111,8 @@ def enable_packing(model: nn.Module) -> nn.Module:
     """
     parts: list[Any] = [module for module in model.modules() if hasattr(module, "packed")]
     names = ("image_encoder", "text_encoder")
-    if unable := [name for name in names if not hasattr(getattr(model, name, None), "packed")]:
+    unable = [name for name in names if not hasattr(getattr(model, name, None), "packed")]
+    if unable:
         kinds = ", ".join(f"{name} {type(getattr(model, name, None)).__name__}" for name in unable)
         raise OptionError(
             f"{type(model).__name__} cannot be packed: {kinds}; packing needs a ViT ('tiny', 'small', 'base') and a "

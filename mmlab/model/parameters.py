@@ -48,7 +48,8 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     Raises:
         OptionError: there is none.
     """
-    if not (weights := [weight for weight in model.parameters() if weight.requires_grad]):
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    if not weights:
         raise OptionError(f"{type(model).__name__} has nothing to train: no parameter requires a gradient")
     return weights
 

@@ -44,7 +44,7 @@ class BenchOptions:
         check_name("model preset", self.model, PRESETS)
         if self.batch_size % (self.ranks * self.micro_batches):
             raise OptionError(
-                f"batch_size {self.batch_size} is no multiple of the {self.ranks} ranks' micro-batches"
+                f"batch_size must be divisible by the {self.ranks} ranks' micro-batches, found {self.batch_size}"
             )
         if self.device == "cuda" and self.ranks > torch.cuda.device_count():
             raise OptionError(f"{self.ranks} ranks need a GPU each, found {torch.cuda.device_count()}")

@@ -47,7 +47,8 @@ def joined(device: str | None, timeout_s: float) -> Iterator[tuple[int, int, str
     if device == "cuda" and "LOCAL_RANK" in os.environ:
         device = resolve_device(f"cuda:{os.environ['LOCAL_RANK']}")
         torch.cuda.set_device(device)
-    if joins := int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized():
+    joins = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized()
+    if joins:
         longest_s = max(timeout_s, TIMEOUT_S) + 60  # the last resort, behind `RankWatch`
         join("nccl" if device.startswith("cuda") else "gloo", timeout_s=longest_s)
     try:
@@ -108,7 +109,9 @@ def meet(store: distributed.Store, rank: int, world_size: int, *, timeout_s: flo
                 return word
         time.sleep(poll_s)
         poll_s = min(_LONGEST_POLL_S, 1.3 * poll_s)
-    raise RunError(f"rank {rank} waited {timeout_s:.0f} s for the other {world_size - 1}; were all started?")
+    raise RunError(
+        f"rank {rank} waited {timeout_s:.0f} s for the other {world_size - 1}; see whether all of them were started"
+    )
 
 
 def was_restarted() -> bool:

@@ -146,7 +146,9 @@ def _aligned(traces: Sequence[StepTrace]) -> NDArray[np.int64]:
     both = [*zip(traces, places, strict=True)]
     orders = {tuple(trace.operations[place] for place in own[1:]) for trace, own in both}
     if len(orders) > 1:
-        raise OptionError("the order of a step's operations depends on the shape: price each shape")
+        raise OptionError(
+            "the order of a step's operations depends on the shape, so there is no closed form: price each shape"
+        )
     return np.stack([np.maximum.reduceat(trace.live_bytes, own) for trace, own in both])
 
 

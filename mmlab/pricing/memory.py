@@ -87,7 +87,8 @@ class FittedModel:
         asked = {**_versions(), **(conditions or {})}
         if fingerprint is not None:
             asked["model"], found["model"] = fingerprint, model.fingerprint
-        if differ := [name for name, value in asked.items() if found.get(name) != value]:
+        differ = [name for name, value in asked.items() if found.get(name) != value]
+        if differ:
             pairs = "; ".join(f"{name}: fitted for {found.get(name)}, not {asked[name]}" for name in differ)
             raise OptionError(f"{path} does not describe this training ({pairs}); fit the {cls.kind} again")
         return model

@@ -164,7 +164,8 @@ class Predictive(MemoryPolicy):
     def _measure(self, predicted: float, peak: float) -> str:
         # a constant error is a large share of a small batch's bytes, and must not be taken for a factor
         shown = 1 + (peak - predicted) / max(predicted, self.value / 2)
-        if is_full := predicted >= self.value / 2:
+        is_full = predicted >= self.value / 2
+        if is_full:
             self.caution = 1.0
         if shown > self.measured * (1 + TOLERANCE):
             self.measured = min(MAX_CORRECTION, shown)

@@ -264,7 +264,9 @@ def _probes(
         most = np.maximum.accumulate(sizes.alone[rows, 1:], axis=0)
         allowed = int((batch_costs(PaddedTokens(), np.column_stack([counts, most])) <= budget).sum())
         if allowed < min(2, len(sizes)):
-            raise OptionError(f"raise the budget: {budget:.0f} padded tokens do not hold two of the largest")
+            raise OptionError(
+                f"a budget of {budget:.0f} padded tokens does not hold two of the largest samples; raise it"
+            )
         batches.append(rows[: max(1, round(allowed ** ((probe + 1) / number)))].tolist())
     shapes = BatchPlan.from_batches(batches, sizes, Limits(streams=(0, 0) if packed else None)).step_shapes()
     mixed = rng.permutation(number)  # so that held-out batches are of all sizes

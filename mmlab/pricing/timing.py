@@ -98,7 +98,9 @@ def fit_time(
     check_is("sizes", sizes, SampleSizes, "those of a data set, as records.sizes() gives")
     check_numbers(locals())
     if any(weight.is_meta for weight in model.parameters()):
-        raise OptionError("the model has no weights: put it on a device, or predict the time (predict_time)")
+        raise OptionError(
+            "the model has no weights to measure a step with: build it on a device, or predict the time (predict_time)"
+        )
     patch = patch_of(model)
     trainer, num = timed_trainer(model, **options), num_probes + num_held_out + _NUM_NEW
     drawn = _affordable_shapes(trainer, sizes, num, cost or PaddedTokens(patch), budget, seconds)

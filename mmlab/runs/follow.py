@@ -368,7 +368,8 @@ def run_files(source: Source) -> dict[Path, list[str]]:
     found: dict[Path, list[str]] = {}
     for root in roots:
         for folder, below, files in os.walk(root):
-            if ours := [name for name in files if name.startswith(start) and name.endswith(end)]:
+            ours = [name for name in files if name.startswith(start) and name.endswith(end)]
+            if ours:
                 found[Path(folder)] = [os.path.join(folder, name) for name in sorted(ours)]
             # a run's folder holds no other run; runs that were moved aside do not count
             below[:] = [] if ours else sorted(name for name in below if not is_aside(name))

@@ -36,7 +36,8 @@ def export_run(run: str | Path, to: str, target: str | Path) -> int:
     """
     check_name("tracker", to, TRACKERS)
     folder = Path(run)
-    if not (paths := sorted(folder.glob(EVENT_FILES))):
+    paths = sorted(folder.glob(EVENT_FILES))
+    if not paths:
         raise DataError(f"{folder}: no {EVENT_FILES} in it; give the folder of a run")
     try:
         events = [event for path in paths for event in current_events(read_events(path)[0])]

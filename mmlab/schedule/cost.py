@@ -59,7 +59,9 @@ class MaxPolynomial:
             raise OptionError("coefficients must be finite, and the side of a patch a whole number >= 1")
         whole = np.array_equal(exponents, np.asarray(self.exponents))
         if not whole or exponents.min(initial=0) < 0 or exponents[:, 0].max(initial=0) > 2:
-            raise OptionError("exponents must be whole and not negative, that of the batch size at most 2")
+            raise OptionError(
+                "exponents must be whole, must not be negative, and that of the batch size must be at most 2"
+            )
         object.__setattr__(self, "coefficients", coefficients)
         object.__setattr__(self, "exponents", exponents)
 

@@ -65,7 +65,8 @@ def shorten_last_step(packs: Block, sample_work: Ints, world_size: int) -> Block
     Args:
         sample_work: (n,) work of each sample, in the packs' order.
     """
-    if not (num_over := len(packs.ends) % world_size):
+    num_over = len(packs.ends) % world_size
+    if not num_over:
         return packs
     pack_work = packs.totals(sample_work)
     split = np.argsort(pack_work, kind="stable")[:num_over]

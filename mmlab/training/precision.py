@@ -146,10 +146,12 @@ class Precision:
         retry(lambda: make_state(optimizer))
         if self.scales and any(weight.grad is not None for weights in parts.values() for weight in weights):
             retry(lambda: self.scaler.unscale_(optimizer))
-        if not (norms := retry(lambda: (norms_of or part_norms)(parts))):  # no gradient on any rank
+        norms = retry(lambda: (norms_of or part_norms)(parts))
+        if not norms:  # no gradient on any rank
             return StepResult(0.0, True, loss_scale, {})
         grad_norm = math.hypot(*norms.values())
-        if finite := math.isfinite(grad_norm):
+        finite = math.isfinite(grad_norm)
+        if finite:
             _clip(parts, norms, grad_norm, max_grad_norm)
             # the scaler checks the elements: a norm can overflow although they do not
             retry(lambda: self.scaler.step(optimizer) if self.scales else optimizer.step())

@@ -129,7 +129,7 @@ def test_the_bytes_of_a_step_are_known_without_taking_it(name: str, folder: Path
 def test_what_cannot_be_priced_is_refused(folder: Path) -> None:  # noqa: F811
     processor, _ = build("LLaVA")
     sizes = conversation_sizes(conversations(folder, one_answer=False), processor, progress=False).sizes()
-    with pytest.raises(OptionError, match="raise the budget: 50 padded tokens do not hold two"):
+    with pytest.raises(OptionError, match="a budget of 50 padded tokens does not hold two"):
         price_steps(lambda rows: None, sizes, holds=(), budget=50, progress=False)
     with pytest.raises(OptionError, match="num_probes must be at least 7, found 3"):
         price_steps(lambda rows: None, sizes, holds=(), budget=500, num_probes=3, progress=False)

@@ -226,7 +226,7 @@ def test_a_forked_process_writes_to_the_same_file(tmp_path: Path, key: CacheKey)
 
 
 def test_strange_folders_and_limits_are_refused(tmp_path: Path, key: CacheKey) -> None:
-    with pytest.raises(OptionError, match=r"is no cache: it has files; name another folder"):
+    with pytest.raises(OptionError, match=r"is no cache: it has files; name an empty folder"):
         SampleCache(tmp_path, key=key)
     with pytest.raises(OptionError, match="limit_bytes must be at least 1, found 0"):
         SampleCache(tmp_path / "cache", key=key, limit_bytes=0)

@@ -208,7 +208,7 @@ def test_what_cannot_be_built_says_why():
         build_model("tiny", vocab_size=50, image="resnet19")
     with pytest.raises(OptionError, match="num_heads must divide hidden_dim, found 3 heads for width 512"):
         MultimodalFusion(num_heads=3)
-    with pytest.raises(OptionError, match="takes x; expected input_ids, pixel_values or batch"):
+    with pytest.raises(OptionError, match="takes x; expected input_ids or pixel_values"):
         LossModel(_TakesX())
 
 

@@ -205,7 +205,9 @@ def test_ranks_meet_whatever_an_earlier_start_left_in_the_store() -> None:
     names = [together() for _ in range(3)]
     assert [len(set(name)) for name in names] == [1, 1, 1]
     assert len({name[0] for name in names}) == 3
-    with pytest.raises(RunError, match=r"rank 0 waited 0 s for the other 2; were all started"):
+    with pytest.raises(
+        RunError, match=r"rank 0 waited 0 s for the other 2; see whether all of them were started"
+    ):
         meet(store, 0, 3, timeout_s=0.1)
 
 

@@ -100,7 +100,7 @@ def test_the_model_speaks_of_every_number_of_devices(document: Any) -> None:
         (["--strategies", ","], "unknown strategy ','. Known: branch, ddp, fsdp, one core"),
         (["--strategies", "branch", "--ranks", "4"], "needs 2 ranks, found 4"),
         (["--ranks", "1"], "ranks must be at least 2, found 1"),
-        (["--ranks", "3", "--batch-size", "8"], "batch_size 8 is no multiple of the 3 ranks' micro-batches"),
+        (["--ranks", "3", "--batch-size", "8"], "must be divisible by the 3 ranks' micro-batches, found 8"),
         (["--batch-size", "2"], "batch_size must be at least 4, found 2"),
         (["--model", "huge"], "huge"),
         (["--precision", "int3"], "int3"),

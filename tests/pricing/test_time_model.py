@@ -416,7 +416,7 @@ def test_real_steps_are_measured_on_a_copy(name):
 def test_a_model_without_weights_cannot_be_measured():
     with torch.device("meta"):
         model = MODELS["tiny"]()
-    with pytest.raises(OptionError, match=r"the model has no weights.*predict"):
+    with pytest.raises(OptionError, match=r"no weights to measure a step with.*predict"):
         fit_time(model, SIZES, device="cpu")
 
 

@@ -49,8 +49,8 @@ def test_a_loss_over_every_pair_grows_with_the_square_of_the_batch():
     ("coefficients", "exponents", "named"),
     [
         ([1.0, 2.0], [(1, 1, 0)], r"must have shape \(2, 3\).*found \(1, 3\)"),
-        ([1.0], [(3, 1, 0)], "that of the batch size at most 2"),
-        ([1.0], [(1, -1, 0)], "must be whole and not negative"),
+        ([1.0], [(3, 1, 0)], "batch size must be at most 2"),
+        ([1.0], [(1, -1, 0)], "must not be negative"),
         ([1.0], [(1, 0.5, 0)], "must be whole"),
         ([float("nan")], [(1, 1, 0)], "coefficients must be finite"),
     ],

@@ -76,7 +76,8 @@ def find_images(path: Path, rows: Sequence[Row]) -> Path:
     `annotations/`, beside it.
     """
     relative = (row.image for row in rows if row.image and not os.path.isabs(row.image))
-    if not (names := list(dict.fromkeys(relative))[:_NUM_TRIED]):
+    names = list(dict.fromkeys(relative))[:_NUM_TRIED]
+    if not names:
         return path.parent
     above = [path.parent, path.parent.parent] if path.parent.name == "annotations" else [path.parent]
     places = [found for folder in above for name in _IMAGE_FOLDERS if (found := folder / name).is_dir()]

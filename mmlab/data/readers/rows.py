@@ -181,7 +181,8 @@ def _read_labels(
 
     Rows of all splits are considered, so that a class has the same number in each.
     """
-    if not (stated := [row.label for row in all_rows if row.label is not None]):
+    stated = [row.label for row in all_rows if row.label is not None]
+    if not stated:
         return None, ()
     names: dict[object, int] = {}
     if all(isinstance(label, str) and _as_integer(label) is None for label in stated):

@@ -85,7 +85,8 @@ def measure_once(
         entry = known.get(names[key])
         if entry is not None and stamp == tuple(entry[:2]):
             outcomes[key] = tuple(entry[2:])
-    if not (new := [key for key in stamps if key not in outcomes]):
+    new = [key for key in stamps if key not in outcomes]
+    if not new:
         return outcomes
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         bar = progress_bar(pool.map(measure, new), f"image {name}", len(new), show=progress)

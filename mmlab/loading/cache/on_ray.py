@@ -50,7 +50,9 @@ def build_cache_on_ray(
         import ray
         import ray.data
     except ImportError as error:
-        raise OptionError(f"engine 'ray' needs Ray ({error}): pip install 'mmlab[ray]'") from error
+        raise OptionError(
+            f"engine 'ray' needs Ray, which is not installed ({error}): pip install 'mmlab[ray]'"
+        ) from error
     rows = image_rows(cache)
     blocks = [rows[start : start + BLOCK] for start in range(0, len(rows), BLOCK)]
     with _cluster(num_actors):

@@ -155,8 +155,11 @@ class SampleCache:
     def _adopt(self) -> None:
         """Take over the folder for this key: remove files made with other settings, and warn what changed."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if strange := [path.name for path in self.folder.iterdir() if not is_slot_file(path)]:
-            raise OptionError(f"{self.folder} is no cache: it has {strange[0]}; name another folder")
+        strange = [path.name for path in self.folder.iterdir() if not is_slot_file(path)]
+        if strange:
+            raise OptionError(
+                f"{self.folder} is no cache: it has {strange[0]}; name an empty folder, or one that does not exist"
+            )
         for path in sorted(self.folder.iterdir()):
             if path.name.startswith(self.key.settings_digest):
                 continue

@@ -168,7 +168,9 @@ class Checkpoints(CheckpointOptions):
             else:
                 return path
         if paths:
-            raise DataError(f"{self._folder}: none of the {len(paths)} checkpoints is whole; start elsewhere")
+            raise DataError(
+                f"{self._folder}: none of the {len(paths)} checkpoints is whole; start anew in another folder"
+            )
         return None
 
     def restore(self, trainer: Any, loader: Any = None) -> Path | None:
