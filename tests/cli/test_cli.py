@@ -105,7 +105,7 @@ def test_compare_takes_every_option_of_a_comparison(capsys: pytest.CaptureFixtur
         (["compare", "--data", ""], "argument --data: it is empty"),
         (["data", "inspect", "no/such/place"], "no/such/place"),
         (["plan", "--lengths", "no/such.csv"], "no/such.csv"),
-        (["plan", "--lengths", "x.csv", "--device-name", "A100"], "give --model"),
+        (["plan", "--lengths", "x.csv", "--device-name", "A100"], "add --model NAME"),
         (["plan", "--lengths", "x.csv", "--images", "folder"], "leave --images out"),
         (["plan", "--data", "x", "--processor", "y", "--image", "square:64"], "leave --image out"),
     ],
