@@ -124,16 +124,16 @@ def planned_steps(trainer: FusionTrainer, loader: PlannedLoader, config: RunConf
     if trainer.epoch >= last_epoch or not is_planned:
         return {"num_steps": trainer.step + trainer.steps_left(loader, last_epoch)}
 
-    def steps_and_cost(plan: BatchPlan) -> NDArray[np.float64]:
-        return np.array([-(-len(plan) // each), costs_of(plan).sum()])
+    def steps_and_cost(costs: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.array([-(-len(costs) // each), costs.sum()])
 
     loader.set_epoch(trainer.epoch)
-    ratios = config.sampling.ratios
+    ratios, costs = config.sampling.ratios, costs_of(loader.plan)
     last_change = ratios[-1][0] if isinstance(ratios, tuple) else 0
-    left, of_epoch = steps_and_cost(loader.plan.skip(trainer.epoch_batches)), steps_and_cost(loader.plan)
+    left, of_epoch = steps_and_cost(costs[trainer.epoch_batches :]), steps_and_cost(costs)
     for epoch in range(trainer.epoch + 1, last_epoch):
         if epoch <= last_change:
-            of_epoch = steps_and_cost(loader.plan_of(epoch))
+            of_epoch = steps_and_cost(costs_of(loader.plan_of(epoch)))
         left += of_epoch
     return {"num_steps": trainer.step + int(left[0]), "planned_cost": float(left[1])}
 
