@@ -67,7 +67,9 @@ def compare(
             bytes and seconds for this, which takes half a minute for a small one. With `equal="batch_size"`
             they have one batch size, or a budget of so many average samples.
         out: folder for `comparison.json`, `table.csv`, `figure.png`, `report.html` and the runs' events; a
-            comparison that is already there is moved to `previous-N` inside it. Nothing is written when None.
+            comparison that is already there is moved to `previous-N` inside it. Nothing is written when None. The
+            first two are also written whenever every run has finished an epoch, and stay if the comparison fails
+            or is killed.
         control: where requests to pause and stop are read; `mmlab.runs.control.send(out, "pause")` pauses the
             current run, `"stop"` ends the comparison with the epochs that every run finished.
         options: fields of `mmlab.comparison.options.ComparisonOptions`, such as `equal`, `budget`, `batch_size`, `epochs`,
@@ -135,14 +137,22 @@ def compare(
         runs = [ComparisonRun(name, planner, setup) for name, planner in sized.planners.items()]
         control.report_phase("reading every image once")
         _warm_page_cache(train_set, progress)
-        interrupted = take_turns(runs, setup, progress, room)
-        finished = min(len(run.epochs) for run in runs)
-        if not finished:
+
+        def result(interrupted: bool) -> Comparison:
+            finished = min(len(run.epochs) for run in runs)
+            arms = [run.result(finished) for run in runs]
+            return Comparison(config=config, arms=arms, interrupted=interrupted, folder=folder)
+
+        def keep() -> None:  # a kill or an error loses no epoch that all have finished
+            if folder is not None:
+                result(interrupted=True).save_numbers(folder)
+
+        interrupted = take_turns(runs, setup, progress, room, keep)
+        if not all(run.epochs for run in runs):
             raise KeyboardInterrupt
         # minutes of training must not be lost in the last second
         with signals_held(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            arms = [run.result(finished) for run in runs]
-            comparison = Comparison(config=config, arms=arms, interrupted=interrupted, folder=folder)
+            comparison = result(interrupted)
             if folder is not None:
                 try:
                     comparison.save(folder)

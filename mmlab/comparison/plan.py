@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,54 +65,21 @@ def plan_run(
     rank, num_shares = (0, 1) if config.parallel.strategy == "branch" else (run.rank, world_size)
     options = {"seed": config.trainer.seed, "world_size": num_shares, **config.scheduler}
     name, follow = options.pop("name", "budget"), options.pop("follow", True)
-    group, training, seconds = ProcessGroup(device), config.trainer, None
-    setting: dict[str, Any] = {"precision": training.precision, "checkpointing": training.checkpointing}
-    once = partial(group.run_on_main, doing="price the model")  # rank 0 prices it, or reads the saved fit
-    scheduler: Any
-    if name not in ("memory", "fastest"):
-        scheduler = make_scheduler(name, **options)
+    group = ProcessGroup(device)
+    planner: Any
+    if name in ("memory", "fastest"):
+        pricing = _Pricing(config, dataset, model, objectives, device, group, prices, progress)
+        planner = pricing.memory(**options)
+        if name == "fastest":
+            planner = pricing.fastest(planner)
     else:
-        memory_gb = options.pop("memory_gb", None)
-        limit_bytes = memory_limit(device, memory_gb=memory_gb).usable_bytes
-        step = {**setting, "accumulating": training.accumulation_steps > 1}
-        step["gradient_buckets"] = num_shares > 1 and config.parallel.strategy == "ddp"
-        if isinstance(dataset, ConversationDataset):
-            network: Any = model.to(device)
-            cost, seconds = once(lambda: saved_or_priced(prices, network, dataset, **step))
-        else:
-            step |= {"objectives": objectives, "device": torch.device(device).type}
-            cost = once(
-                lambda: MemoryModel.load_or_fit(
-                    prices,
-                    lambda: fit_memory(model, num_held_out=0, progress=progress, **step),
-                    fingerprint=fingerprint(model),
-                    conditions=lambda: StepSetting(**step).conditions,
-                )
-            )
-        # free memory differs between ranks, but plans must not: the smallest limit counts
-        budget = int(-group.largest(-limit_bytes))
-        if memory_gb is None:
-            budget = once(lambda: _kept(prices.with_name(LIMIT), budget))
-        scheduler = make_scheduler("memory", cost=cost, budget=budget, **options)
-    if name == "fastest":
-        trainer = {**setting, "objectives": objectives, "device": device}
-        bounds = {"cost": scheduler.cost, "budget": scheduler.target_ratio * scheduler.budget}
-        time = seconds or group.run_on_main(
-            lambda: TimeModel.load_or_fit(
-                prices.with_name(TIME_MODEL),
-                lambda: fit_time(model, dataset.sizes, progress=progress, **SHORT_FIT, **bounds, **trainer),
-                fingerprint=fingerprint(model),
-                conditions=lambda: time_conditions(timed_trainer(model, **trainer)),
-            ),
-            doing="measure the model's steps",
-        )
-        scheduler = scheduler_among("fastest", {**vars(scheduler), **bounds, "time": time})
-    memory = scheduler.cost if isinstance(scheduler, Memory | Fastest) else None
-    whole, weights = with_sampling(scheduler, dataset, config.sampling, progress=progress)
-    if whole is scheduler and isinstance(scheduler, Memory) and follow:
-        following = ResourceAwareScheduler(planner=scheduler, rank=rank, emit=run.emit, agree=group.largest)
-        return following, weights, memory
-    return whole, weights, memory
+        planner = make_scheduler(name, **options)
+    cost = planner.cost if isinstance(planner, Memory | Fastest) else None
+    scheduler, weights = with_sampling(planner, dataset, config.sampling, progress=progress)
+    if scheduler is planner and isinstance(planner, Memory) and follow:
+        following = ResourceAwareScheduler(planner=planner, rank=rank, emit=run.emit, agree=group.largest)
+        return following, weights, cost
+    return scheduler, weights, cost
 
 
 def planned_steps(trainer: FusionTrainer, loader: PlannedLoader, config: RunConfig) -> dict[str, float]:
@@ -136,6 +104,75 @@ def planned_steps(trainer: FusionTrainer, loader: PlannedLoader, config: RunConf
             of_epoch = steps_and_cost(costs_of(loader.plan_of(epoch)))
         left += of_epoch
     return {"num_steps": trainer.step + int(left[0]), "planned_cost": float(left[1])}
+
+
+@dataclass
+class _Pricing:
+    """The schedulers that need prices: rank 0 prices a step in bytes and seconds, or reads what it saved."""
+
+    config: RunConfig
+    dataset: Any
+    model: Any
+    objectives: Mapping[str, Objective]
+    device: str
+    group: ProcessGroup
+    saved: Path
+    progress: bool
+    time: TimeModel | None = None  # where pricing the bytes measures steps anyway
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """What the bytes and the seconds of a step depend on."""
+        return {
+            "precision": self.config.trainer.precision,
+            "checkpointing": self.config.trainer.checkpointing,
+        }
+
+    def memory(self, *, world_size: int, memory_gb: float | None = None, **options: Any) -> Any:
+        """Batches that fit the memory given, or else what is free when the run begins."""
+        limit_bytes = memory_limit(self.device, memory_gb=memory_gb).usable_bytes
+        price = partial(self._price_bytes, world_size)
+        cost, self.time = self.group.run_on_main(price, doing="price the model")
+        # free memory differs between ranks, but plans must not: the smallest limit counts
+        budget = int(-self.group.largest(-limit_bytes))
+        if memory_gb is None:
+            keep = partial(_kept, self.saved.with_name(LIMIT), budget)
+            budget = self.group.run_on_main(keep, doing="keep the limit on memory")
+        return make_scheduler("memory", cost=cost, budget=budget, world_size=world_size, **options)
+
+    def fastest(self, memory: Any) -> Any:
+        """The batches that take the fewest seconds within the same limit."""
+        bounds = {"cost": memory.cost, "budget": memory.target_ratio * memory.budget}
+        measure = partial(self._price_seconds, **bounds)
+        time = self.time or self.group.run_on_main(measure, doing="measure the model's steps")
+        return scheduler_among("fastest", {**vars(memory), **bounds, "time": time})
+
+    def _price_bytes(self, world_size: int) -> tuple[MemoryModel, TimeModel | None]:
+        step = {
+            **self.setting,
+            "accumulating": self.config.trainer.accumulation_steps > 1,
+            "gradient_buckets": world_size > 1 and self.config.parallel.strategy == "ddp",
+        }
+        if isinstance(self.dataset, ConversationDataset):
+            return saved_or_priced(self.saved, self.model.to(self.device), self.dataset, **step)
+        step |= {"objectives": self.objectives, "device": torch.device(self.device).type}
+        memory = MemoryModel.load_or_fit(
+            self.saved,
+            lambda: fit_memory(self.model, num_held_out=0, progress=self.progress, **step),
+            fingerprint=fingerprint(self.model),
+            conditions=lambda: StepSetting(**step).conditions,
+        )
+        return memory, None
+
+    def _price_seconds(self, **bounds: Any) -> TimeModel:
+        trainer = {**self.setting, "objectives": self.objectives, "device": self.device}
+        sizes, options = self.dataset.sizes, {**SHORT_FIT, **bounds, **trainer}
+        return TimeModel.load_or_fit(
+            self.saved.with_name(TIME_MODEL),
+            lambda: fit_time(self.model, sizes, progress=self.progress, **options),
+            fingerprint=fingerprint(self.model),
+            conditions=lambda: time_conditions(timed_trainer(self.model, **trainer)),
+        )
 
 
 def _kept(path: Path, limit_bytes: int) -> int:

@@ -314,12 +314,16 @@ class Comparison:
         """Write `comparison.json`, `table.csv`, `figure.png` and `report.html` into `folder`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / _FILE, self._text)
-        replace_file(folder / "table.csv", self.table.to_csv())
+        self.save_numbers(folder)
         picture = to_bytes(self.figure())
         replace_file(folder / "figure.png", picture)
         replace_file(folder / "report.html", self.html(picture))
         return folder
+
+    def save_numbers(self, folder: Path) -> None:
+        """Write `comparison.json` and `table.csv` only, in milliseconds."""
+        replace_file(folder / _FILE, self._text)
+        replace_file(folder / "table.csv", self.table.to_csv())
 
 
 def load_comparison(folder: str | Path) -> Comparison:

@@ -16,7 +16,7 @@ import dataclasses
 import gc
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,7 @@ class ComparisonRun:
         self._trainer: FusionTrainer | None = None  # while it trains
         self.epochs: list[dict[str, float]] = []
         self._largest: dict[str, tuple[float, list[int]]] = {}  # batches so far
+        self._peaks: dict[tuple[int, ...], tuple[int, str]] = {}  # of these batches, by their samples
 
     def begin(self) -> Run:
         """Write the run's start event; leaving the context that is returned writes how the run ended."""
@@ -187,9 +188,11 @@ class ComparisonRun:
     def result(self, num_epochs: int) -> ArmResult:
         """Medians over the epochs that every run finished, and the peak memory of the costliest batch."""
         epochs, last = self.epochs[:num_epochs], self.epochs[num_epochs - 1]
-        peaks = [self._setup.peak_of_one_step(self._loader.plan, rows) for _, rows in self._largest.values()]
+        for _, rows in self._largest.values():
+            if tuple(rows) not in self._peaks:
+                self._peaks[tuple(rows)] = self._setup.peak_of_one_step(self._loader.plan, rows)
         figures: dict[str, Any] = {key: last.get(key) for key in _RETRIEVAL_KEYS}
-        figures["peak_bytes"], figures["peak_source"] = max(peaks)
+        figures["peak_bytes"], figures["peak_source"] = max(self._peaks.values())
         figures |= {key: int(sum(epoch[key] for epoch in epochs)) for key in _SUM_KEYS}
         keys = [key for key in _MEDIAN_KEYS if key in last]
         figures |= {key: float(np.median([epoch[key] for epoch in epochs])) for key in keys}
@@ -277,10 +280,18 @@ class ComparisonRun:
         self._run.emit(event)
 
 
-def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool, room: ExitStack) -> bool:
+def take_turns(
+    runs: list[ComparisonRun],
+    setup: ComparisonSetup,
+    progress: bool,
+    room: ExitStack,
+    keep: Callable[[], None],
+) -> bool:
     """Train every run epoch by epoch, in rotating order; returns True if the user, or a full disk, interrupted.
 
-    `room` on the disk is set free before the runs' ends are written.
+    Args:
+        room: space on the disk, set free before the runs' ends are written.
+        keep: called when every run has finished an epoch, but for the last.
     """
     num_epochs = setup.options.epochs
     held_out = preparation.held_out_loader(setup.held_out_set)
@@ -298,8 +309,14 @@ def take_turns(runs: list[ComparisonRun], setup: ComparisonSetup, progress: bool
                         run.run_epoch(epoch, held_out)
                     except Exception as error:
                         error.add_note(f"while scheduler {run.name} trained")
+                        if epoch and setup.folder is not None:
+                            error.add_note(
+                                f"load_comparison({str(setup.folder)!r}) has what all finished before"
+                            )
                         raise
                     bar.update()
+                if epoch + 1 < num_epochs:
+                    keep()
     except KeyboardInterrupt:
         return True
     except OSError as error:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -732,6 +734,28 @@ def test_on_a_full_disk_the_epochs_that_all_have_finished_are_shown(
     fails_in = 0
     with pytest.raises(OSError, match="No space left"):
         compare(scenes, ["random"], out=tmp_path / "third", progress=False, **small)
+
+
+def test_an_error_loses_no_epoch_that_all_have_finished(scenes: Path, tmp_path: Path) -> None:
+    copied, out = shutil.copytree(scenes.parent, tmp_path / "scenes"), tmp_path / "out"
+
+    def remove_the_images() -> None:
+        while not (out / "comparison.json").exists():
+            time.sleep(0.01)
+        for image in copied.rglob("*.jpg"):
+            image.unlink()
+
+    remover = threading.Thread(target=remove_the_images, daemon=True)
+    remover.start()
+    with pytest.raises(DataError) as caught:
+        compare(copied, ["random", "sorted"], out=out, **{**SMALL, "epochs": 40})
+    assert f"load_comparison({str(out)!r}) has what all finished before" in caught.value.__notes__
+    remover.join()
+    found = load_comparison(out)
+    assert found.interrupted
+    assert found.steps["run"].nunique() == 2
+    assert len({len(arm.epochs) for arm in found.arms}) == 1
+    assert found.figure().axes
 
 
 def test_a_request_to_end_keeps_the_epochs_that_all_have_finished(scenes: Path, tmp_path: Path) -> None:
