@@ -26,7 +26,7 @@ import mmlab
 from mmlab.comparison.background import PROCESS, BackgroundRun, find_run, job_of
 from mmlab.comparison.experiment import compare
 from mmlab.comparison.options import PRECISIONS, ComparisonOptions
-from mmlab.comparison.result import Comparison
+from mmlab.comparison.result import Comparison, load_comparison
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.lab.lab import Lab
 from mmlab.lab.messages import earlier_of, saved_view, tile_of
@@ -145,11 +145,12 @@ def test_a_stopped_run_keeps_the_epochs_that_all_finished(scenes: Path, tmp_path
 
 def test_a_run_that_is_killed_has_failed_and_says_so_everywhere(scenes: Path, tmp_path: Path) -> None:
     lab = Lab(scenes, schedulers=("random",), out=tmp_path, epochs=10_000, **SMALL).start()
-    until(lambda: lab.progress[0] > 0, lab)
+    until(lambda: (tmp_path / "comparison.json").exists(), lab)
     assert lab._run is not None
     os.kill(lab._run._identity["process_id"], signal.SIGKILL)
-    with pytest.raises(RunError, match="exit code -9") as raised:
+    with pytest.raises(RunError, match=r"exit code -9 .* has what all finished before") as raised:
         lab.wait()
+    assert load_comparison(tmp_path).interrupted
     assert str(raised.value).count("exit code -9") == 1
     assert lab.state == "failed"
     assert "exit code -9" in str(lab.error)
