@@ -29,7 +29,7 @@ from mmlab.loading.loader import PlannedLoader
 from mmlab.machine import progress_bar, replace_file
 from mmlab.model.conversation_model import ConversationModel
 from mmlab.model.presets import build_model
-from mmlab.parallel.faults import RankWatch, broke_off, current_watch
+from mmlab.parallel.faults import RankWatch, broke_off
 from mmlab.parallel.launch import run_on_ranks
 from mmlab.parallel.launches import LAUNCH, begun_by_this_launch, joined, note_launch, was_restarted
 from mmlab.parallel.process_group import ProcessGroup
@@ -289,7 +289,7 @@ class _Training:
         except Exception as error:
             # of a rank that failed inside an exchange: its own problem, unless another broke off the exchange
             cause = error.__cause__ if isinstance(error, CollectiveFailed) else error
-            if (watch := current_watch()) is None or cause is None or not broke_off(cause):
+            if (watch := RankWatch.current) is None or cause is None or not broke_off(cause):
                 raise
             raise watch.explained(error) from error  # says which rank failed and broke off the exchange
         if not left:

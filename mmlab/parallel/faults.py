@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import distributed
 
@@ -66,11 +66,15 @@ class RankWatch:
         timeout_s: how long, in seconds, a rank may keep the others waiting.
     """
 
-    def __init__(self, write: Callable[..., object] | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
+    current: ClassVar[RankWatch | None] = (
+        None  # of this process, inside its context; one, like the process group
+    )
+
+    def __init__(self, write: Callable[..., object], *, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
-        self._write = write or (lambda kind, step, **values: None)
-        self._store = default_store()
+        self._write = write
+        self._store = distributed.PrefixStore("mmlab/ranks", default_store())  # a key for each rank
         self._beat_s = min(_BEAT_S, timeout_s / 5)
         self._here = (0, STARTS, time.monotonic())  # step, doing, since when: replaced as a whole
         self._own = _Sign(process=f"process {os.getpid()} on {platform.node()}")
@@ -81,15 +85,13 @@ class RankWatch:
         self._thread = threading.Thread(target=self._run, name="mmlab-rank-watch", daemon=True)
 
     def __enter__(self) -> RankWatch:
-        global _watch
-        _watch = self
+        RankWatch.current = self
         self._beat()
         self._thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        global _watch
-        _watch = None
+        RankWatch.current = None
         self._stop.set()
         self._thread.join(timeout=10)
         if error is not None or not self._own.words:
@@ -198,8 +200,8 @@ class RankWatch:
         for rank in range(self.world_size):
             if rank != self.rank:
                 # reading a key that is not there would wait for it
-                there = self._store.check([_key(rank)])
-                found[rank] = _Sign(*json.loads(self._store.get(_key(rank)))) if there else _Sign()
+                there = self._store.check([str(rank)])
+                found[rank] = _Sign(*json.loads(self._store.get(str(rank)))) if there else _Sign()
         return found
 
     def _beat(self, words: str | None = None, failed_ranks: tuple[int, ...] = ()) -> None:
@@ -209,15 +211,7 @@ class RankWatch:
             changes: dict[str, Any] = {} if words is None else {"words": words, "failed_ranks": failed_ranks}
             changes |= {"beat": self._own.beat + 1, "num_exchanges": self._num_exchanges}
             self._own = self._own._replace(step=step, doing=doing, **changes)
-            self._store.set(_key(self.rank), json.dumps(self._own))
-
-
-_watch: RankWatch | None = None  # one for the process, like the process group
-
-
-def current_watch() -> RankWatch | None:
-    """The watch of this process, inside its context."""
-    return _watch
+            self._store.set(str(self.rank), json.dumps(self._own))
 
 
 def broke_off(error: BaseException) -> bool:
@@ -239,7 +233,3 @@ def _place(rank: int, sign: _Sign) -> str:
 
 def _words(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {problem}"[:_MAX_WORDS]
-
-
-def _key(rank: int) -> str:
-    return f"mmlab/ranks/{rank}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from mmlab.errors import RunError
-from mmlab.parallel.faults import current_watch
+from mmlab.parallel.faults import RankWatch
 from mmlab.training.out_of_memory import retried
 from mmlab.training.strategy import CollectiveFailed
 
@@ -45,8 +45,8 @@ class ProcessGroup:
 
     def note(self, step: int, doing: str) -> None:
         """Record what this rank does, for ranks that wait for it; see `mmlab.parallel.faults`."""
-        if (watch := current_watch()) is not None:
-            watch.note(step, doing)
+        if RankWatch.current is not None:
+            RankWatch.current.note(step, doing)
 
     def begin_step(self) -> None:
         """Measure waiting from here."""
@@ -169,5 +169,4 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _exchange() -> AbstractContextManager[None]:
-    watch = current_watch()
-    return nullcontext() if watch is None else watch.exchange()
+    return nullcontext() if RankWatch.current is None else RankWatch.current.exchange()
