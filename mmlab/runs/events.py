@@ -95,10 +95,11 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.rank = rank
         self.path = Path(folder) / f"events-rank{rank}.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        num_torn_bytes = _cut_torn_line(self.path)
+        written = self.path.read_bytes() if self.path.exists() else b""
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (close() closes it)
         self._lock = threading.Lock()
-        if num_torn_bytes:
+        if num_torn_bytes := len(written) - written.rfind(b"\n") - 1:
+            self._file.truncate(len(written) - num_torn_bytes)
             message = f"cut {num_torn_bytes} bytes of a torn last line, left by a run killed while writing"
             self.write("warning", -1, message=message, source="events")
 
@@ -286,11 +287,3 @@ def _restore(values: dict[str, Any]) -> None:
             values[key] = _NON_FINITE[value]
         elif type(value) is dict:
             _restore(value)
-
-
-def _cut_torn_line(path: Path) -> int:
-    """Cut off everything after the last newline; returns the number of bytes cut."""
-    written = path.read_bytes() if path.exists() else b""
-    if num_torn_bytes := len(written) - written.rfind(b"\n") - 1:
-        os.truncate(path, len(written) - num_torn_bytes)
-    return num_torn_bytes
