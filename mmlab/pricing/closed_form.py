@@ -58,18 +58,13 @@ def fit_rows(
     Raises:
         OptionError: fewer shapes than terms to fit.
     """
-    from scipy.optimize import nnls
-
     features, exponents = step_terms(shapes, patch)
     if len(features) < len(exponents):
         raise OptionError(f"{len(exponents)} terms need as many traced shapes, found {len(features)}")
     operations = np.unique(np.asarray(live_bytes, dtype=np.float64), axis=1)
-    weight = 1 / operations.max(axis=1)
-    features *= weight[:, None]
-    scale = features.max(axis=0)
-    features, targets = features / scale, operations * weight[:, None]
+    weight = 1 / operations.max(axis=1, keepdims=True)
     step = [float(step_peak_bytes), *[0.0] * (len(exponents) - 1)]  # the first term is the constant
-    rows = np.array([step, *(nnls(features, target)[0] / scale for target in targets.T)])
+    rows = np.vstack([step, nonnegative_fit(features * weight, operations * weight)])
     needed = _needed(rows @ _values(_box(largest), exponents).T)
     return MaxPolynomial(rows[needed], exponents, "bytes", patch)
 
@@ -103,6 +98,14 @@ def step_terms(
     alike = {tuple(np.array(term)[varies]): term for term in reversed(exponents)}
     kept = np.array([term for term in exponents if term in alike.values()], dtype=np.int64)
     return _values(at, kept), kept
+
+
+def nonnegative_fit(terms: NDArray[np.floating], values: NDArray[np.floating]) -> NDArray[np.float64]:
+    """(K, M) coefficients, none negative, of M terms (n, M) that are nearest to each of K columns of values (n, K)."""
+    from scipy.optimize import nnls
+
+    scale = terms.max(axis=0)
+    return np.array([nnls(terms / scale, column)[0] / scale for column in values.T])
 
 
 def _values(at: NDArray[np.integer], exponents: NDArray[np.integer]) -> NDArray[np.float64]:

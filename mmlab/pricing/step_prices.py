@@ -114,14 +114,17 @@ def price_steps(
                 times[place, number] = time.perf_counter() - started
                 bar.update()
     low_s, spread_ratio = low_seconds(times)
-    fitted, held_out = [], []
-    for fit, found in ((fit_seconds, low_s), (fit_polynomial, peaks)):
-        model = fit(shapes[:num_probes], found[:num_probes])
-        fitted.append(model)
-        held_out.append(held_out_errors(batch_costs(model, shapes[num_probes:]), found[num_probes:]))
-    margin = max(1.0, float((peaks / batch_costs(fitted[1], shapes)).max()))
-    in_bytes = replace(fitted[1], coefficients=margin * fitted[1].coefficients, unit="bytes")
-    return StepPrices(fitted[0], in_bytes, held_out[0], held_out[1], spread_ratio)
+    seconds = fit_seconds(shapes[:num_probes], low_s[:num_probes])
+    needed = fit_polynomial(shapes[:num_probes], peaks[:num_probes])
+    margin = max(1.0, float((peaks / batch_costs(needed, shapes)).max()))
+    unseen = shapes[num_probes:]
+    return StepPrices(
+        seconds=seconds,
+        bytes=replace(needed, coefficients=margin * needed.coefficients, unit="bytes"),
+        seconds_held_out=held_out_errors(batch_costs(seconds, unseen), low_s[num_probes:]),
+        bytes_held_out=held_out_errors(batch_costs(needed, unseen), peaks[num_probes:]),
+        spread_ratio=spread_ratio,
+    )
 
 
 def price_model(

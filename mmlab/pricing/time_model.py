@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mmlab.pricing.closed_form import step_terms
+from mmlab.pricing.closed_form import nonnegative_fit, step_terms
 from mmlab.pricing.memory import FittedModel
 from mmlab.schedule.columns import images_apart
 from mmlab.schedule.cost import MaxPolynomial, batch_costs
@@ -148,10 +148,6 @@ def fit_polynomial(
     Returns:
         One row, in seconds.
     """
-    from scipy.optimize import nnls
-
     terms, kept = step_terms(shapes, patch, exponents)
-    terms /= np.asarray(values)[:, None]
-    scale = terms.max(axis=0)
-    coefficients = nnls(terms / scale, np.ones(len(terms)))[0] / scale
-    return MaxPolynomial(coefficients[None], kept, "seconds", patch)
+    coefficients = nonnegative_fit(terms / np.asarray(values)[:, None], np.ones((len(terms), 1)))
+    return MaxPolynomial(coefficients, kept, "seconds", patch)
