@@ -18,14 +18,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_impls import op_implementations_checks
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
-from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.autograd.function import BackwardCFunction as BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary as WeakTensorKeyDictionary
 
 from mmlab.runs.meters import tensors_in
