@@ -25,10 +25,9 @@ _STEP_LAUNCHES = 700
 # how strongly calibration holds each rate to its initial value: a rate that is off by a factor of e counts like an
 # error of 14 % in every step; launch time, an assumption, is free
 _STIFFNESS = np.array([0.02, 0.02, 0.0])
-_TERA, _GB = 1e12, 1e9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Device:
     """What a roofline needs to know of a device.
 
@@ -145,25 +144,19 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla", "", name.lower())
 
 
-def _device(name: str, tera: Mapping[str, float], bandwidth_gb: float, memory_gb: int, source: str) -> Device:
-    return Device(
-        name=name,
-        flops_per_s={precision: _TERA * rate for precision, rate in tera.items()},
-        bytes_per_s=_GB * bandwidth_gb,
-        memory_bytes=int(_GB * memory_gb),
-        source=source,
-    )
+def _rates(fp32: float, tf32: float, half: float) -> dict[str, float]:
+    """`flops_per_s` of a device with all precisions, given in 10^12."""
+    return {"fp32": 1e12 * fp32, "tf32": 1e12 * tf32, "bf16": 1e12 * half, "fp16": 1e12 * half}
 
 
-_HOPPER = {"fp32": 67, "tf32": 494.5, "bf16": 989, "fp16": 989}
 _SITE = "https://www.nvidia.com/en-us/data-center"
 _ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
 DEVICES = (  # dense arithmetic: half of what data sheets state with sparsity
-    _device("H200", _HOPPER, 4800, 141, f"{_SITE}/h200/"),
-    _device("H100 SXM", _HOPPER, 3350, 80, f"{_SITE}/h100/"),
-    _device("A100 80GB", {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}, 2039, 80, f"{_SITE}/a100/"),
-    _device("L40S", {"fp32": 91.6, "tf32": 183, "bf16": 362, "fp16": 362}, 864, 48, f"{_SITE}/l40s/"),
-    _device("L4", {"fp32": 30.3, "tf32": 60, "bf16": 121, "fp16": 121}, 300, 24, f"{_SITE}/l4/"),
-    _device("RTX 4090", {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2}, 1008, 24, _ADA),
-    _device("T4", {"fp32": 8.1, "fp16": 65}, 300, 16, f"{_SITE}/tesla-t4/"),
+    Device("H200", _rates(67, 494.5, 989), 4800e9, 141 * 10**9, f"{_SITE}/h200/"),
+    Device("H100 SXM", _rates(67, 494.5, 989), 3350e9, 80 * 10**9, f"{_SITE}/h100/"),
+    Device("A100 80GB", _rates(19.5, 156, 312), 2039e9, 80 * 10**9, f"{_SITE}/a100/"),
+    Device("L40S", _rates(91.6, 183, 362), 864e9, 48 * 10**9, f"{_SITE}/l40s/"),
+    Device("L4", _rates(30.3, 60, 121), 300e9, 24 * 10**9, f"{_SITE}/l4/"),
+    Device("RTX 4090", _rates(82.6, 82.6, 165.2), 1008e9, 24 * 10**9, _ADA),
+    Device("T4", {"fp32": 8.1e12, "fp16": 65e12}, 300e9, 16 * 10**9, f"{_SITE}/tesla-t4/"),
 )
