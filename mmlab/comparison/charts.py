@@ -53,9 +53,8 @@ def draw_comparison(comparison: Comparison) -> Figure:
             found = (steps.loc[steps["run"] == arm.scheduler, keys].dropna().sum(axis=1) / scale).tolist()
             spread = [index + 0.5 * (place / max(1, len(found) - 1) - 0.5) for place in range(len(found))]
             costs.plot(spread, found, ".", color=colour, ms=4, alpha=0.7)
-    if limit is not None:
-        shown = f"limit {limit / scale:,.0f} {unit.split()[-1]}"
-        costs.axhline(limit / scale, color="black", ls="--", lw=1, label=shown)
+    shown = f"limit {limit / scale:,.0f} {unit.split()[-1]}"
+    costs.axhline(limit / scale, color="black", ls="--", lw=1, label=shown)
     for axes in (waste, throughput, time):
         axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend
     costs.set_xlim(-0.5, len(table) - 0.5)

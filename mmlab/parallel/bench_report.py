@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mmlab.loading.stages import as_table
+from mmlab.parallel.bench_options import BenchOptions
 from mmlab.parallel.predict import STRATEGIES, Network, StepCosts, predict
-
-if TYPE_CHECKING:
-    from mmlab.parallel.bench_options import BenchOptions
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
 MIB = 2**20

@@ -19,8 +19,7 @@ _LIBRARIES = ("torch", "transformers")
 
 
 def _versions() -> dict[str, str | None]:
-    found = versions(_LIBRARIES)
-    return {name: found[name] for name in (*_LIBRARIES, "mmlab")}
+    return {name: version for name, version in versions(_LIBRARIES).items() if name != "python"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
