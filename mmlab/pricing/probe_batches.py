@@ -41,11 +41,9 @@ class ProbeBatches:
         self.rows = rows[np.unique(np.geomspace(1, len(rows), _NUM_ROWS).round().astype(int)) - 1]
         self._longest = int(sizes.num_tokens.max()) + _MORE_TOKENS
         self._shapes = sizes.take(self.rows).alone  # (R, 4)
-
-    @property
-    def largest(self) -> tuple[int, int, int]:
-        """Samples, tokens and patches up to which prices must hold."""
-        return _MOST_PRICED, 2 * self._longest, 2 * int(self._shapes[:, 2:].prod(axis=1).max()) // PATCH**2
+        most_patches = int(self._shapes[:, 2:].prod(axis=1).max()) // PATCH**2
+        # samples, tokens and patches up to which prices must hold
+        self.largest = (_MOST_PRICED, 2 * self._longest, 2 * most_patches)
 
     def candidates(self) -> NDArray[np.int64]:
         """(n, 4) shapes to choose probes from; lengths are 8k + 1."""

@@ -143,10 +143,11 @@ class StepTracer:
                 kind = self.setting.device
                 self.workspace = torch.empty(WORKSPACE_BYTES[kind], dtype=torch.uint8, device=kind)
                 self.precision.scaler.scale(torch.zeros((), device=self.fake.device))  # makes the loss scale
+        # whether gradients exist when a micro-batch begins
+        self._has_gradients = self.setting.accumulating or self.setting.gradient_buckets
         self._statistics = running_statistics(self.model)  # the trainer keeps a copy of them
         self.static_bytes = self.step_peak_bytes = 0  # known after the first step
         self._learnt: list[nn.Parameter] = []  # weights with a gradient, known after the first step
-        self._step: Any = None  # those weights, and what a step over their gradients did
 
     def __call__(self, shape: BatchShape | Sequence[int]) -> StepTrace:
         """Trace a step over one micro-batch of this shape, in which every sample has an image and a text."""
@@ -156,11 +157,6 @@ class StepTracer:
         if self._has_gradients and not self._learnt:
             self._trace(shape)
         return self._trace(shape)
-
-    @property
-    def _has_gradients(self) -> bool:
-        """Whether gradients exist when a micro-batch begins."""
-        return self.setting.accumulating or self.setting.gradient_buckets
 
     def _trace(self, shape: BatchShape) -> StepTrace:
         live = self._live
@@ -180,7 +176,7 @@ class StepTracer:
             makers, sizes = live.born([weight.grad for weight in self._learnt if weight.grad is not None])
             if not self.static_bytes:
                 self._take_first_step(sum(sizes))
-            self._take_step()
+            self.precision.clip_and_step(self.optimizer, {"all": self.parameters}, 1.0)
             del batch, buckets, statistics
         self.static_bytes = live.current_bytes
         gradient_bytes = np.bincount(makers, sizes, minlength=len(live.after)).cumsum().astype(np.int64)
@@ -259,23 +255,6 @@ class StepTracer:
             weight.grad = torch.empty_like(weight)
         del live.operations[num_operations:], live.work[num_operations:]
         live.after = [num_bytes + state_bytes for num_bytes in live.after[:num_operations]]
-
-    def _take_step(self) -> None:
-        """Clip, step and clear the gradients; traced once, then replayed: no shape changes its memory."""
-        live, reads, start = self._live, self.fake.reads, len(self._live.after)
-        before_bytes, read = live.current_bytes, reads.copy()
-        if self._step is None or self._step[0] != self._learnt:
-            self.precision.clip_and_step(self.optimizer, {"all": self.parameters}, 1.0)
-            changes = [num_bytes - before_bytes for num_bytes in live.after[start:]]
-            self._step = self._learnt, changes, live.operations[start:], live.work[start:], reads - read
-            return
-        _, changes, operations, work, read = self._step
-        live.after += [before_bytes + change for change in changes]
-        live.operations += operations
-        live.work += work
-        reads.update(read)
-        for weight in self._learnt:
-            weight.grad = None
 
 
 class _Trace(LiveBytes):
