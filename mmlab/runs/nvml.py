@@ -58,21 +58,18 @@ class Gpu:
             process_id: the process whose share of memory to report.
         """
         found: dict[str, Any] = {}
-        failed = []
+        missing = dict(self._unsupported)
         for key, read in _DETAILS.items():
             if key in self._unsupported:
                 continue
             try:
                 found[key] = read(self._nvml, self._handle, process_id)
             except Exception as error:  # any driver error: the value is left out and the reason kept
-                code = getattr(error, "value", None)
-                reason = f"no {key} from NVML: {first_line(error)}"
-                if code == self._nvml.NVML_ERROR_NOT_SUPPORTED:
-                    self._unsupported[key] = reason
-                else:
-                    failed.append(reason)
+                missing[key] = f"no {key} from NVML: {first_line(error)}"
+                if getattr(error, "value", None) == self._nvml.NVML_ERROR_NOT_SUPPORTED:
+                    self._unsupported[key] = missing[key]
         known = {key: value for key, value in found.items() if value is not None}
-        return known, [*self._unsupported.values(), *failed]
+        return known, list(missing.values())
 
 
 def _process_bytes(nvml: Any, gpu: Any, process_id: int) -> int | None:
