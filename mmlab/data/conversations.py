@@ -169,9 +169,8 @@ def _undecoded(dataset: Any) -> Any:
     if not isinstance(dataset, Dataset):
         raise DataError(f"cannot plan a {type(dataset).__name__}: choose a split, load it without streaming")
     dataset = dataset.with_format(None)
-    for name in _IMAGES:
-        if name in dataset.features:
-            dataset = as_stored(dataset, name)
+    for name in dataset.features:
+        dataset = as_stored(dataset, name)
     return dataset
 
 

@@ -149,13 +149,11 @@ def _keys(inside: Dataset, split: str) -> Iterator[str | list[str | None] | None
     """The store's key of each row, or its list of keys; None without an image. No image is copied."""
     import pyarrow as pa
 
-    number = 0
-    for batch in inside.with_format("arrow").iter(_BATCH_SIZE):
-        for image in batch.column(0):
-            row = f"{split}/{number}"
-            if isinstance(image, pa.ListScalar):
-                own = enumerate(image.values or ())
-                yield [f"{row}#{place}" if item.is_valid else None for place, item in own]
-            else:
-                yield row if image.is_valid else None
-            number += 1
+    images = (image for batch in inside.with_format("arrow").iter(_BATCH_SIZE) for image in batch.column(0))
+    for number, image in enumerate(images):
+        row = f"{split}/{number}"
+        if isinstance(image, pa.ListScalar):
+            own = enumerate(image.values or ())
+            yield [f"{row}#{place}" if item.is_valid else None for place, item in own]
+        else:
+            yield row if image.is_valid else None
