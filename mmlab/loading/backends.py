@@ -291,13 +291,9 @@ class Copier:
     def __init__(self, *, pin: bool, device: torch.device | str | None = None) -> None:
         self.pin = pin
         self.device = None if device is None else torch.device(resolve_device(str(device)))
+        self.has_work = pin or self.device is not None  # whether batches are changed at all
         on_gpu = self.device is not None and self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None
-
-    @property
-    def has_work(self) -> bool:
-        """Whether batches are changed at all."""
-        return self.pin or self.device is not None
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch, pinned and on its way to the device; for any thread."""
