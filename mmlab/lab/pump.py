@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import product
-from math import inf, isfinite, nan
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from mmlab.lab.messages import TRACKS, columns_of, earlier_of, facts_of, headlin
 from mmlab.runs.control import Control, read_phase
 from mmlab.runs.figures import colours_of
 from mmlab.runs.follow import ENDED, Runs, RunState, Source, overall_status, shown_error
-from mmlab.runs.summaries import failure_of, progress_of
+from mmlab.runs.summaries import Progress, failure_of, progress_of
 
 INTERVAL_S = 0.1  # between two messages, on average; a screen shows no more
 MAX_NUMBERS = 1 << 16  # float32 numbers in one message: 256 KiB
@@ -266,16 +266,12 @@ class Pump:
             self._report("panel", error)
         return self._answers.get(name)
 
-    def _progress(self) -> list[float | None]:
-        steered = self._controller is not None
-        found = self._asked("progress") or (nan, nan) if steered else progress_of(self._shown_runs())
-        return [value if isfinite(value) else None for value in found]
-
     def _news(self) -> dict[str, Any]:
         """Facts that have changed since they were last sent."""
         runs = self._shown_runs()
         state = overall_status(runs) if self._controller is None else self._asked("state")
         failure = failure_of(runs) if self._controller is None else self._asked("error")
+        progress = progress_of(runs) if self._controller is None else self._asked("progress") or Progress()
         with self._wake:
             if state == "running" != self._said.get("state"):  # perhaps a cell has started it
                 self.forgive()
@@ -301,7 +297,7 @@ class Pump:
             "notes": [note_of(run, event) for run in runs for event in run.notes],
             "errors": errors,
             "state": state,
-            "progress": self._progress(),
+            "progress": [value if isfinite(value) else None for value in progress],
             "phase": "" if any(run.count() for run in runs if run not in earlier) else self._phase(state),
             **self._headlines(runs, begins),
         }
