@@ -66,9 +66,8 @@ class RankWatch:
         timeout_s: how long, in seconds, a rank may keep the others waiting.
     """
 
-    current: ClassVar[RankWatch | None] = (
-        None  # of this process, inside its context; one, like the process group
-    )
+    # of this process, inside its context; one, like the process group
+    current: ClassVar[RankWatch | None] = None
 
     def __init__(self, write: Callable[..., object], *, timeout_s: float) -> None:
         self.timeout_s = timeout_s
