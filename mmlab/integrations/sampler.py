@@ -88,8 +88,7 @@ class PlannedSampler(Sampler[list[int]]):
         self.world_size = ranks if world_size is None else world_size
         self.scheduler = replace(scheduler, world_size=self.world_size)
         self.num_epochs = num_epochs
-        own: Any = getattr(sizes, "sizes", sizes)  # a data set has them already
-        self.sizes = own if isinstance(own, SampleSizes) else sizes_of(sizes)  # type: ignore[arg-type]
+        self.sizes = sizes_of(sizes)  # type: ignore[arg-type]
         self._most = max((len(self._plan(epoch)) for epoch in range(num_epochs or 0)), default=None)
         self._start: int  # batches that the next iteration skips
         self._begin(0)

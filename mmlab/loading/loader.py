@@ -167,9 +167,7 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
     @property
     def whole_epoch(self) -> int:
         """Number of batches of a whole epoch on the present number of ranks."""
-        if not self._num_before:
-            return len(self)
-        return len(self.plan_of(self.epoch))
+        return len(self.plan_of(self.epoch)) if self._num_before else len(self)
 
     def __iter__(self) -> Iterator[Batch]:
         self._check_open()

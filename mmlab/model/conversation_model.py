@@ -34,6 +34,8 @@ class ConversationModel(LossModel):
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
         self.module = module
+        # as in LossModel; adapters of peft are in training mode, whatever the model inside them is in
+        self.training = getattr(module, "get_base_model", lambda: module)().training
         # a table of positions has an end, rotations have none
         has_table = any(name.endswith("embed_positions.weight") for name, _ in module.named_parameters())
         self.max_tokens = self.module.config.get_text_config().max_position_embeddings if has_table else None

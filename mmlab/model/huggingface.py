@@ -75,6 +75,8 @@ class LossModel(nn.Module):
         super().__init__()
         check_numbers({"mask_ratio": mask_ratio})
         self.module, self.mask_ratio = module, mask_ratio
+        # from_pretrained gives a model in evaluation mode; the first step then puts all of it into training mode
+        self.training = module.training
         self.accepted = tuple(_check_signature(module))
         config = getattr(module, "config", None)
         tokens = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))

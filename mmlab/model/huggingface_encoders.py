@@ -140,13 +140,14 @@ def _lower(output: Any, num_levels: int) -> list[Tensor]:
     return [output.hidden_states[depth] for depth in depths(len(output.hidden_states) - 1, num_levels)[:-1]]
 
 
-def _load(model: nn.Module | str) -> Any:
-    if isinstance(model, nn.Module):
-        return model
-    from transformers import AutoModel
+def _load(model: Any) -> Any:
+    """The encoder, in training mode: transformers loads models in evaluation mode."""
+    if not isinstance(model, nn.Module):
+        from transformers import AutoModel
 
-    with loading_by_name(f"{model!r} is no encoder that transformers can load"):
-        return AutoModel.from_pretrained(model, trust_remote_code=False)
+        with loading_by_name(f"{model!r} is no encoder that transformers can load"):
+            model = AutoModel.from_pretrained(model, trust_remote_code=False)
+    return model if model.training else model.train()
 
 
 def _hidden_size(config: Any) -> int:

@@ -19,9 +19,12 @@ from mmlab.model import ConversationModel
 from mmlab.model.conversation_model import named_processor, named_vlm
 from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.named_model import conversation_model
+from mmlab.pricing.probe_batches import ProbeBatches
 from mmlab.pricing.step_prices import price_dataset
+from mmlab.pricing.trace import StepTracer
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.loop import FusionTrainer
+from mmlab.types import BatchShape
 from tests.integrations.test_conversations import ONE_ANSWER, conversations, folder, turns  # noqa: F401
 from tests.integrations.vlm_families import CHATML, FAMILIES, build
 from tests.ranks import fork_background_runs
@@ -210,6 +213,27 @@ def test_fastest_fills_the_memory_that_is_given_and_lora_trains_adapters_alone(
     learns = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
     assert learns
     assert all("lora" in name for name in learns)
+
+
+@pytest.mark.parametrize("lora_rank", [None, 2])
+def test_a_loaded_model_is_trained_in_training_mode_and_its_checkpoints_save_memory(
+    lora_rank: int | None,
+    files: Path,
+    folder: Path,  # noqa: F811
+) -> None:
+    talks = read_conversations(str(files / "talks.json"), images=folder)
+    dataset = ConversationDataset(talks, named_processor(str(files / "model")), progress=False)
+    batches = ProbeBatches(dataset)
+    shape = BatchShape(*batches.candidates()[1].tolist())
+    model = ConversationModel(named_vlm(str(files / "model"), lora_rank=lora_rank))
+    trace = StepTracer(model, batches=batches, device="cpu", checkpointing=True)(shape)
+    trainer = FusionTrainer(model, lr=0.0, device="cpu", checkpointing=True)
+    batch = batches(shape)
+    trainer.train_step([batch])
+    assert all(module.training for module in trainer.model.modules())
+    with LiveBytes().add(trainer.model, trainer.optimizer, *batch.tensors()) as live:
+        trainer.train_step([batch])
+    assert trace.peak_bytes == pytest.approx(live.peak_bytes, rel=0.005)
 
 
 def test_bytes_of_the_trainers_own_steps_are_foretold(folder: Path) -> None:  # noqa: F811

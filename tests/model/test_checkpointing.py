@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from inspect import signature
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from mmlab.model.checkpointing import enable_checkpointing
 from mmlab.model.huggingface import LossModel
 from mmlab.model.presets import build_model
 from mmlab.runs.meters import LiveBytes
+from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.names import parse_objectives
 from tests.batches import make_batch
 
@@ -69,6 +71,20 @@ def test_gradients_and_statistics_are_the_same_in_less_memory(build: Callable[[]
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
     assert found_bytes < expected_bytes
+
+
+def test_a_model_as_from_pretrained_gives_it_is_trained_in_training_mode(tmp_path: Path) -> None:
+    _bert().save_pretrained(tmp_path)
+    peaks = []
+    for checkpointing in (False, True):
+        model = BertForSequenceClassification.from_pretrained(tmp_path)
+        live = LiveBytes()
+        trainer = FusionTrainer(model, device="cpu", live=live, checkpointing=checkpointing)
+        with live:
+            values = trainer.train_step([_BATCH])
+        assert all(module.training for module in trainer.model.modules())
+        peaks.append(values["peak_bytes"])
+    assert peaks[1] < 0.9 * peaks[0]
 
 
 def test_evaluation_and_the_state_dict_are_untouched() -> None:

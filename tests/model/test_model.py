@@ -193,6 +193,9 @@ def test_pretrained_encoders_load_by_path(tmp_path):
     ).save_pretrained(tmp_path)
     model = build_model("tiny", vocab_size=50, text_encoder=str(tmp_path))
     assert model.text_encoder.dim == 32
+    given = build_model("tiny", vocab_size=50, text_encoder=BertModel.from_pretrained(tmp_path))
+    for built in (model, given):
+        assert all(module.training for module in built.modules())
 
 
 def test_what_cannot_be_built_says_why():
