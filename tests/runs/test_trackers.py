@@ -32,3 +32,16 @@ def test_a_long_run_is_exported_point_by_point_without_the_steps_that_it_repeate
     for rank in "01":
         wanted = [(rank, 0 if step <= 1000 else 1000, step) for step in range(1, 4001)]
         assert [point for point in found if point[0] == rank] == wanted
+
+
+def test_runs_of_two_comparisons_are_exported_under_different_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = []
+    monkeypatch.setitem(trackers.TRACKERS, "double", lambda name, *_: names.append(name))
+    for comparison in ("first", "second"):
+        folder = tmp_path / comparison / "runs" / "random"
+        with RunLog(folder) as log:
+            log.emit(RunEvent("start", 0, 0, 0.0, {}))
+        trackers.export_run(folder, "double", "")
+    assert names == ["first/runs/random", "second/runs/random"]
