@@ -25,12 +25,12 @@ from mmlab.errors import OptionError
 from mmlab.machine import GIB
 from mmlab.parallel.bench_options import BenchOptions
 
-Data = Annotated[str, "image-text pairs in any format that mmlab reads"]
-Image = Annotated[str, "square:SIDE or aspect:SIDE[:MULTIPLE]"]
+Data = Annotated[str, "image-text pairs: a folder, or a COCO, CSV, JSON, Parquet or tar file, ..."]
+Image = Annotated[str, "pixels of an image: square:SIDE, or aspect:SIDE[:MULTIPLE], which keeps its shape"]
 Tokenizer = Annotated[str, "builtin, or a Hugging Face name or path"]
 SkipBadRows = Annotated[bool, "leave out rows that cannot be used, with a warning"]
 Images = Annotated[str | None, "folder of the images, where they are not beside the data"]
-Processor = Annotated[str | None, "of a vision-language model; the data are conversations"]
+Processor = Annotated[str | None, "that of a vision-language --model; --data then has conversations"]
 Limit = Annotated[int | None, "use N pairs, drawn from every split (default: all)"]
 Precision = Annotated[str, "of the training: fp32, tf32, bf16 or fp16"]
 Names = Annotated[str, "names of schedulers, separated by commas"]
@@ -57,7 +57,7 @@ def compare(
 
 
 def train(
-    config: Annotated[str, "see examples/train.toml"],
+    config: Annotated[str, "TOML file of the run, such as examples/train.toml (mmlab tour copies it)"],
     *,
     resume: Annotated[str, "from: auto (its newest checkpoint), never, or a checkpoint's path"] = "never",
     set: Annotated[tuple[str, ...], "change one key, as in trainer.lr=3e-4; may be repeated"] = (),
@@ -138,18 +138,18 @@ def export(
 
 def plan(
     *,
-    data: Annotated[str | None, "image-text pairs in any format that mmlab reads"] = None,
+    data: Annotated[str | None, "image-text pairs: a folder, or a COCO, CSV, ... file"] = None,
     images: Images = None,
     skip_bad_rows: SkipBadRows = False,
     lengths: Annotated[str | None, "a CSV with height,width,num_tokens and optionally image_id"] = None,
-    schedulers: Annotated[str | None, "by commas (default: all but memory; fastest with --model)"] = None,
+    schedulers: Annotated[str | None, "names by commas (default: all but memory; fastest if --model)"] = None,
     image: Image = "aspect:224",
     processor: Processor = None,
-    model: Annotated[str | None, "a preset, or a transformers model: adds epoch_s and peak_bytes"] = None,
+    model: Annotated[str | None, "tiny, small, base, ... or a transformers model: adds epoch_s"] = None,
     device_name: Annotated[str | None, "predict for A100, H100, L4, ... (default: measure here)"] = None,
     price_per_hour: Annotated[float | None, "of one device: adds epoch_price"] = None,
     precision: Precision = "fp32",
-    budget: Annotated[float | None, "padded tokens a batch, if no --model (default: 32 mean samples)"] = None,
+    budget: Annotated[float | None, "padded tokens and patches a batch (default: 32 mean samples)"] = None,
     memory_gb: Annotated[float | None, "GiB to fill, with --model (default: random's at 32 samples)"] = None,
     ranks: Annotated[int, "ranks that step together, for the straggler figure"] = 1,
     epochs: Annotated[int, "epochs to plan; randomness needs two"] = 2,
@@ -212,7 +212,7 @@ def plan(
 
 def memory(
     *,
-    model: Annotated[str, "a preset, or the name or path of a transformers model"],
+    model: Annotated[str, "tiny, small, base, resnet18, resnet50, or a transformers model (name or path)"],
     data: Data,
     plot: Plot = None,
     save: Annotated[str | None, "a file for the fitted memory model, as JSON"] = None,
@@ -319,7 +319,7 @@ def cache_build(
 def bench_io(
     *,
     data: Data,
-    model: Annotated[str, "preset of the fusion model"] = "tiny",
+    model: Annotated[str, "preset: tiny, small, base, resnet18 or resnet50"] = "tiny",
     image: Image = "square:224",
     tokenizer: Tokenizer = "builtin",
     batch_size: Annotated[int, "samples a batch"] = 32,
@@ -348,15 +348,15 @@ def bench_parallel(
 
 
 _CACHE = {"build": cache_build, "info": cache_info, "verify": verify_cache, "clear": clear_cache}
-COMMANDS: dict[str, Any] = {  # a group is a pair of its help and the commands in it
+COMMANDS: dict[str, Any] = {  # as --help lists them; a group is a pair of its help and the commands in it
+    "data": ("Make or look at a data set.", {"make": make, "inspect": inspect}),
+    "plan": plan,
+    "memory": memory,
     "compare": compare,
     "train": train,
     "watch": watch,
     "app": app,
     "export": export,
-    "plan": plan,
-    "memory": memory,
-    "data": ("Make or look at a data set.", {"make": make, "inspect": inspect}),
     "cache": ("Keep decoded samples on disk.", _CACHE),
     "bench": ("Measure this machine.", {"io": bench_io, "parallel": bench_parallel}),
     "tour": copy_tour,

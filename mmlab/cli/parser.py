@@ -25,7 +25,7 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of `mmlab`; its result has `command` (a function), `json`, and the function's arguments."""
-    parser = _Parser(prog="mmlab", description="Plan, price, train and compare image-text batches.")
+    parser = _Parser(prog="mmlab", description="Plan, price and train image-text batches. Begin with: plan.")
     parser.add_argument("--version", action="version", version=f"mmlab {__version__}")
     _add_commands(parser, COMMANDS)
     return parser

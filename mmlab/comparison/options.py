@@ -62,7 +62,7 @@ class ComparisonOptions(SamplingOptions):
         Literal["memory", "batch_size"],
         "what is equal for all schedulers: the predicted memory of the largest batch, or the batch size (with a budget, too)",
     ] = "memory"
-    budget: Annotated[float | None, "padded tokens a batch may cost (default: what memory allows)"] = None
+    budget: Annotated[float | None, "padded tokens and patches a batch (default: what memory allows)"] = None
     batch_size: Annotated[
         int, "samples of a fixed batch; at equal memory, of `random`, whose peak is the limit of all"
     ] = 32
@@ -71,10 +71,10 @@ class ComparisonOptions(SamplingOptions):
     limit: Annotated[int | None, "use N pairs, drawn by the seed from every split (default: all)"] = None
     images: Annotated[str | None, "folder of the images, where they are not beside the data"] = None
     skip_bad_rows: Annotated[bool, "leave out rows that cannot be used, with a warning"] = False
-    image: Annotated[str, "square:SIDE or aspect:SIDE[:MULTIPLE]"] = "aspect:128"
+    image: Annotated[str, "pixels: square:SIDE, or aspect:SIDE[:MULTIPLE] (keeps shape)"] = "aspect:128"
     augment: Annotated[str, "random changes of images: none, crop, colour or randaugment"] = "none"
-    model: Annotated[str, "preset of the fusion model; with processor, a vision-language model"] = "tiny"
-    processor: Annotated[str | None, "of a vision-language model; the data are conversations"] = None
+    model: Annotated[str, "tiny, small, base, resnet18, resnet50; with processor, its model"] = "tiny"
+    processor: Annotated[str | None, "that of a vision-language model; for conversations"] = None
     tokenizer: Annotated[str, "builtin, or a Hugging Face name or path"] = "builtin"
     lr: Annotated[float, "highest learning rate"] = 1e-3
     device: Annotated[str, "auto, cpu, cuda, cuda:1, ..."] = "auto"

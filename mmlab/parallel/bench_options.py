@@ -18,7 +18,7 @@ class BenchOptions:
     """
 
     ranks: Annotated[int, "processes; on CUDA one a GPU"] = 2
-    model: Annotated[str, "preset of the fusion model"] = "small"
+    model: Annotated[str, "preset: tiny, small, base, resnet18 or resnet50"] = "small"
     batch_size: Annotated[int, "samples a step, over all ranks"] = 16
     micro_batches: Annotated[int, "of a step, in each process"] = 1
     image_side: Annotated[int, "pixels"] = 128

@@ -19,6 +19,7 @@ from mmlab.cli.main import main
 from mmlab.cli.parser import make_parser
 from mmlab.comparison.options import ComparisonOptions
 from mmlab.comparison.overview import SHOWN_SCHEDULERS
+from mmlab.model import PRESETS
 from mmlab.pricing.plan_prices import side_of_patch
 from tests.prices import priced_once
 from tests.prices import speck as small_preset
@@ -28,9 +29,19 @@ def test_help_lists_the_commands_and_loads_nothing_for_it() -> None:
     code = "import sys; from mmlab.cli.main import main; main(['--help'])"
     code = f"import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); {code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for command in ("compare", "plan", "data", "doctor"):
+    for command in ("compare", "data", "doctor", "Begin with: plan"):
         assert command in done.stdout
     assert not {"torch", "numpy", "pandas", "pydantic"} & set(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "words", [["compare"], ["memory"], ["bench", "io"], ["bench", "parallel"]], ids=" ".join
+)
+def test_help_names_every_preset(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_parser().parse_args([*words, "--help"])
+    shown = capsys.readouterr().out
+    assert not [name for name in PRESETS if name not in shown]
 
 
 @pytest.mark.parametrize(
