@@ -93,10 +93,6 @@ def counting_norms(block: nn.Module) -> list[nn.Module]:
 
 
 def _blocks(model: nn.Module) -> list[Any]:
-    blocks: list[Any] = []
-    for module in model.modules():
-        if isinstance(module, SelfAttention | CrossAttention):
-            blocks.append(module)
-        elif isinstance(module, ResNet):
-            blocks.extend(module.stages)
-    return blocks
+    modules = list(model.modules())
+    stages = [stage for module in modules if isinstance(module, ResNet) for stage in module.stages]
+    return [module for module in modules if isinstance(module, SelfAttention | CrossAttention)] + stages

@@ -125,7 +125,7 @@ def named_vlm(name: str, *, weights: bool = True, lora_rank: int | None = None) 
             arXiv:2106.09685; needs peft).
 
     Raises:
-        OptionError: transformers finds none, or peft is not installed.
+        OptionError: transformers finds none, what it finds has adapters already, or peft is not installed.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -140,6 +140,10 @@ def named_vlm(name: str, *, weights: bool = True, lora_rank: int | None = None) 
         else:
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)
             module = AutoModelForImageTextToText.from_config(config, **options)
+    if hasattr(module, "peft_config"):  # peft would put new adapters in their place
+        raise OptionError(
+            f"{name!r} holds adapters, which would not be trained on: merge_and_unload() them (peft), save that model and name it"
+        )
     if lora_rank is None:
         return module
     try:

@@ -209,6 +209,9 @@ def test_fastest_fills_the_memory_that_is_given_and_lora_trains_adapters_alone(
     assert all(values["predicted_bytes"] <= 0.2 * 2**30 for values in step_values(Path(run.folder)))
     assert {path.name for path in Path(run.folder).iterdir()} >= {"memory.json", "time_model.json", "model"}
     assert Path(run.folder, "model", "adapter_model.safetensors").exists()
+    for lora_rank in (None, 2):  # with new adapters, or with nothing to train
+        with pytest.raises(OptionError, match="model' holds adapters, which would not be trained on"):
+            named_vlm(str(Path(run.folder, "model")), lora_rank=lora_rank)
     adapted = named_vlm(str(files / "model"), lora_rank=2)
     learns = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
     assert learns

@@ -24,8 +24,8 @@ def noise(exponent: float, stretch: float = 1.0, salt: int = 0) -> Plane:
     `stretch` > 1 draws it out along x; `salt` numbers independent tiles.
     """
     raw = np.random.PCG64([salt, round(100 * exponent), round(100 * stretch)]).random_raw(TILE * TILE)
-    quarters = raw.view(np.uint16).reshape(TILE, TILE, 4)
-    white = quarters.sum(axis=2, dtype=np.float32)  # of four uniform numbers: nearly normal
+    # the sum of four uniform numbers is nearly normal
+    white = raw.view(np.uint16).reshape(TILE, TILE, 4).sum(axis=2, dtype=np.float32)
     if exponent:
         fy, fx = np.fft.fftfreq(TILE)[:, None], np.fft.rfftfreq(TILE)[None, :]
         frequency = np.hypot(fy, fx * stretch)
