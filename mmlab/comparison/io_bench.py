@@ -23,7 +23,6 @@ import torch
 
 from mmlab.data.collate import collate
 from mmlab.data.dataset import MultimodalDataset
-from mmlab.data.decode import decode_image
 from mmlab.data.readers import read_records
 from mmlab.errors import DataError, OptionError, check_numbers
 from mmlab.loading.backends import Copier
@@ -188,8 +187,8 @@ def bench_io(
         show("reading")
         reading = read_rates(_files(dataset, data))
         show("decoding")
-        encoded = [records.read_image(row) for row in spread[:_NUM_IMAGES]]
-        decode_per_core = work_rate(lambda: [decode_image(each, policy) for each in encoded], len(encoded))
+        encoded = {int(row): records.read_image(row) for row in spread[:_NUM_IMAGES]}
+        decode_per_core = work_rate(lambda: [*map(dataset.decode, encoded, encoded.values())], len(encoded))
         show("tokenising")
         texts = [text for text in records.texts[:_NUM_TEXTS] if text is not None] or [""]
         tokenise = partial(dataset.tokenizer, texts, truncation=False, verbose=False)
@@ -218,7 +217,7 @@ def bench_io(
         device=device,
         batch_size=batch_size,
         num_cores=num_usable_cores(),
-        image_bytes=sum(map(len, encoded)) / len(encoded),
+        image_bytes=sum(map(len, encoded.values())) / len(encoded),
         padded_bytes=sum(tensor.nbytes for batch in batches for tensor in batch.tensors()) / chosen.size,
         reading=reading,
         decode_per_core=decode_per_core,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,6 +88,14 @@ def test_bad_input_is_told(scenes: Path) -> None:
         bench_io(scenes, batch_size="8")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="found 1 images in 3 records, at least 2 are needed"):
         bench_io(scenes, limit=3, progress=False)
+
+
+def test_an_image_that_cannot_be_decoded_is_named(scenes: Path, tmp_path: Path) -> None:
+    shutil.copytree(scenes.parent, tmp_path / "scenes")
+    images = sorted((tmp_path / "scenes" / "images").glob("*.jpg"))
+    images[0].write_bytes(images[0].read_bytes()[:-300])
+    with pytest.raises(DataError, match=f"cannot read image .*{images[0].name}: JPEG is damaged or cut off"):
+        bench_io(tmp_path / "scenes" / scenes.name, progress=False)
 
 
 def test_random_pieces_cover_a_file_once(tmp_path: Path) -> None:
