@@ -145,6 +145,7 @@ class Precision:
         # before the gradients are unscaled, which cannot be done again if this fails
         retry(lambda: make_state(optimizer))
         if self.scales and any(weight.grad is not None for weights in parts.values() for weight in weights):
+            self.scaler.update(loss_scale)  # forgets a step that failed after it had unscaled its gradients
             retry(lambda: self.scaler.unscale_(optimizer))
         norms = retry(lambda: (norms_of or part_norms)(parts))
         if not norms:  # no gradient on any rank

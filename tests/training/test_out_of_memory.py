@@ -333,17 +333,19 @@ def test_gradient_norms_of_objectives_that_do_not_fit_are_computed_again(monkeyp
     assert len(calls) == 4
 
 
+# before the gradients are unscaled, and after
+@pytest.mark.parametrize("function", ["make_state", "tensor_norms"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_step_whose_update_did_not_fit_leaves_nothing_to_the_next(precision, monkeypatch):
+def test_a_step_whose_update_did_not_fit_leaves_nothing_to_the_next(precision, function, monkeypatch):
     first, second = window()
     trainer, fresh = make_trainer(precision=precision), make_trainer(precision=precision)
     trainer.precision.scaler._init_scale = fresh.precision.scaler._init_scale = 64.0  # fp16 does not overflow
 
-    def scarce(optimizer):
+    def scarce(_):
         raise torch.OutOfMemoryError("simulated")
 
     with monkeypatch.context() as patched:
-        patched.setattr("mmlab.training.precision.make_state", scarce)
+        patched.setattr(f"mmlab.training.precision.{function}", scarce)
         with pytest.raises(RunError, match="out of memory 3 times"):
             trainer.train_step([first])
     found, _ = gradient(trainer, [second])
