@@ -199,7 +199,8 @@ def read_lengths(path: str | Path) -> SampleSizes:
     Rows of one `image_id` share an image; a row without one has its own.
 
     Raises:
-        DataError: a missing file or column, an empty file, or a value that is not a whole number >= 0, with its row.
+        DataError: a missing file or column, an empty file, a value that is not a whole number >= 0, or an image of one side,
+            with its row.
     """
     import pandas as pd
 
@@ -238,6 +239,9 @@ def read_lengths(path: str | Path) -> SampleSizes:
                 f"{path}: line {wrong[0] + 2}, column {name}: expected a whole number, 0 for no image or text, found {text[wrong[0]]!r}"
             )
         columns[name] = numbers.to_numpy()
+    one_side = np.flatnonzero((columns["height"] == 0) != (columns["width"] == 0))
+    if len(one_side):
+        raise DataError(f"{path}: line {one_side[0] + 2}: height or width is 0; without an image, both are")
     if "image_id" not in table:
         return SampleSizes(**columns, group=np.arange(len(table)))
     return SampleSizes(**columns, group=pd.factorize(table["image_id"].replace("", None))[0])  # -1: unknown

@@ -120,6 +120,7 @@ def test_lengths_are_read_with_and_without_images(tmp_path):
         ),
         ("height,width,num_tokens\n1,2,-3\n", "line 2, column num_tokens: .* found '-3'"),
         ("height,width,num_tokens\n1,2\n", "line 2, column num_tokens: .* found ''"),
+        ("height,width,num_tokens\n0,0,3\n0,30,3\n", "line 3: height or width is 0; without an image, both"),
         ("height,width,num_tokens\n1,2,99999999999\n", "line 2, column num_tokens: .* found '99999999999'"),
         ("height,width,num_tokens\n1,2,3\n\n1,2,3\n", "line 3, column height: .* found ''"),
         (
