@@ -83,6 +83,7 @@ class PlannedSampler(Sampler[list[int]]):
     ) -> None:
         wanted = "one of mmlab.make_scheduler(...), whose plan of an epoch is fixed, for trainers to follow"
         check_is("scheduler", scheduler, Scheduler, wanted)
+        check_is("num_epochs", num_epochs, "__index__", "a whole number", optional=True)
         here, ranks = place_of_process()
         self.rank = here if rank is None else rank
         self.world_size = ranks if world_size is None else world_size

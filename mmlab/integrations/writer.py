@@ -21,7 +21,7 @@ from torch import distributed
 
 from mmlab.comparison.run import Run
 from mmlab.integrations.sampler import PlannedSampler
-from mmlab.machine import place_of_process
+from mmlab.machine import place_of_process, resolve_device
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.runs.events import EVENT_FILES
 from mmlab.runs.folders import exclusive_folder, move_earlier_aside
@@ -60,8 +60,8 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         about: keys of a `start` event: `num_steps`, `num_epochs`, `run_name`, ...
 
     Raises:
-        OptionError: a run of another process is active in the folder, or there is no such key of a `start` event.
-        RuntimeError: torch knows no such device, or it is not there.
+        OptionError: a run of another process is active in the folder, there is no such key of a `start` event, or the device
+            is not there.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RunWriter(AbstractContextManager["RunWriter"]):
         step: int = 0,
         **about: Any,
     ) -> None:
-        self.sampler, self.device, self.stopped = sampler, torch.device(device), False
+        self.sampler, self.device, self.stopped = sampler, torch.device(resolve_device(str(device))), False
         rank, self.world_size = place_of_process()
         self._folder = Path(folder).resolve()
         if self._folder in _open:  # of this process: a cell was interrupted, and is run again

@@ -203,6 +203,8 @@ def test_a_run_left_open_ends_when_its_cell_is_run_again(tmp_path: Path) -> None
 def test_a_run_that_cannot_start_lets_go_of_its_folder(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="unknown event key 'num_step'; did you mean 'num_steps'"):
         RunWriter(tmp_path, num_step=3)
+    with pytest.raises(OptionError, match=r"device 'cuda:99' cannot be used here .*; cpu always can"):
+        RunWriter(tmp_path, device="cuda:99")
     assert "mmlab-device-monitor" not in [thread.name for thread in threading.enumerate()]
     RunWriter(tmp_path, num_steps=3).close()
 

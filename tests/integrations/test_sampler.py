@@ -140,3 +140,11 @@ def test_groups_may_have_any_values() -> None:
 def test_what_is_no_scheduler_is_refused() -> None:
     with pytest.raises(OptionError, match=r"scheduler must be one of mmlab.make_scheduler"):
         PlannedSampler(sizes(), "budget")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_epochs", ["3", 2.5])
+def test_epochs_that_are_no_whole_number_are_refused(num_epochs: object) -> None:
+    with pytest.raises(OptionError, match=f"num_epochs must be a whole number, found {num_epochs!r}"):
+        PlannedSampler(sizes(), budget(), num_epochs=num_epochs)  # type: ignore[arg-type]
+    for unknown in (None, -1):  # Lightning's `max_epochs` of a run without an end
+        assert len(PlannedSampler(sizes(), budget(), num_epochs=unknown)) == len(budget().plan(sizes()))
