@@ -257,6 +257,8 @@ def test_a_column_named_twice_is_refused(folder):
         read_records(folder.csv("data.csv", [["image", "text", "text"], ["a.jpg", "x", "y"]]))
     with pytest.raises(DataError, match="several columns are named '';"):
         read_records(folder.csv("data.csv", [["", "", "image", "text"], ["0", "0", "a.jpg", "x"]]))
+    with pytest.raises(DataError, match="several columns are named 'Image', 'image';"):
+        read_records(folder.csv("data.csv", [["image", "Image", "text"], ["a.jpg", "b.jpg", "x"]]))
 
 
 def test_columns_that_a_spreadsheet_left_empty_at_the_end_are_none(folder):

@@ -43,11 +43,15 @@ def match_columns(found: Iterable[object]) -> dict[str, str]:
     >>> match_columns(["File Name", "caption", "width"])
     {'image': 'File Name', 'text': 'caption'}
     """
-    by_name: dict[str, str] = {}
-    for column in map(str, found):
-        by_name.setdefault(column.strip().lower().replace(" ", "_").replace("-", "_"), column)
+    # of several columns of one name, the first
+    by_name = {_plain(column): column for column in reversed([*map(str, found)])}
     known = {column: list(filter(by_name.get, names.split())) for column, names in SYNONYMS.items()}
     return {column: by_name[names[0]] for column, names in known.items() if names}
+
+
+def _plain(name: str) -> str:
+    """A column's name as names are compared."""
+    return name.strip().lower().replace(" ", "_").replace("-", "_")
 
 
 def require_columns(found: Iterable[object], what: str, allow_missing_modality: bool) -> dict[str, str]:
@@ -228,10 +232,11 @@ def _delimited(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | st
         io.StringIO(text, newline=""), delimiter=delimiter, strict=True, skipinitialspace=delimiter != "\t"
     )
     try:
-        header = next((names for names in lines if any(map(str.strip, names))), [])  # after blank lines
+        header = next((values for values in lines if any(map(str.strip, values))), [])  # after blank lines
         while len(header) > 1 and not header[-1].strip():  # as spreadsheets write columns that were emptied
             header.pop()
-        if repeated := sorted({repr(name) for name in header if header.count(name) > 1}):
+        names = [*map(_plain, header)]
+        if repeated := sorted({repr(name) for name in header if names.count(_plain(name)) > 1}):
             raise DataError(f"{path}: several columns are named {', '.join(repeated)}; keep one of each")
         start = lines.line_num + 1
         for values in lines:
