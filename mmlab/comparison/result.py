@@ -149,15 +149,14 @@ class Comparison:
             *self._data_notes(),
             f"Peak memory is {' and '.join(sources)}.",
             *self._loss_notes(),
-            "The number of optimizer steps differs between schedulers.",
         ]
+        if len({arm.num_batches for arm in self.arms}) > 1:
+            notes.append("The number of optimizer steps differs between schedulers.")
         if self._all_overlap:
-            notes.insert(
-                0,
-                "No scheduler is faster than another: all epochs overlap in samples/s. Give more epochs or data.",
-            )
-        elif level := ", ".join(f"{one} and {other}" for one, other in self.overlapping):
-            notes.append(f"Not distinguishable, because their epochs overlap in samples/s: {level}.")
+            level = "No scheduler is faster than another: all epochs overlap in samples/s. Give more epochs or data."
+            notes.insert(0, level)
+        elif pairs := ", ".join(f"{one} and {other}" for one, other in self.overlapping):
+            notes.append(f"Not distinguishable, because their epochs overlap in samples/s: {pairs}.")
         apart = all(arm.options.get("allow_collisions") == "False" for arm in self.arms)
         if apart and self.config.get("processor") is None:
             notes.append("No batch of any scheduler holds two captions of one image.")
@@ -169,7 +168,8 @@ class Comparison:
         if self._too_short:
             notes.insert(0, f"{self._too_short.capitalize()}: give more data, or smaller batches.")
         if self.interrupted:
-            notes.insert(0, "Interrupted: the figures cover the epochs that every scheduler finished.")
+            num = f"{len(self.arms[0].epochs)} of {config['epochs']}"
+            notes.insert(0, f"Interrupted: the figures cover the {num} epochs that every scheduler finished.")
         return notes
 
     def _loss_notes(self) -> list[str]:

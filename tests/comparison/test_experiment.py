@@ -248,6 +248,7 @@ def test_pairs_that_were_ranked_the_wrong_way_are_named(at_equal_memory: Compari
     assert not any("too short to judge speed" in note for note in found.notes())
     short = replace(found, arms=[found.arms[0], replace(arms[1], num_batches=19)])
     assert any(note.startswith("An epoch of 19 steps is too short to judge speed") for note in short.notes())
+    assert "The number of optimizer steps differs between schedulers." in short.notes()
     assert short.headline.endswith("as random, but an epoch of 19 steps is too short to judge speed")
     assert "is faster than" not in "".join(short.notes())
     assert replace(found, arms=arms[::2]).misranked == []
@@ -416,6 +417,7 @@ def test_schedulers_whose_epochs_overlap_are_said_to_be_alike(
         for arm, speeds in ((budget, fast), (random, (95.0, 105.0)))
     ]
     found = replace(comparison, arms=arms, config=comparison.config | {"data": r"a$\frac{b$"})
+    assert not any("optimizer steps" in note for note in found.notes()), "both have 20"
     assert found.headline == f"At the batch sizes given, {headline}"
     figure = found.figure()
     assert figure.get_suptitle().replace("\n", " ").startswith(found.headline)
@@ -796,6 +798,7 @@ def test_a_request_to_end_keeps_the_epochs_that_all_have_finished(scenes: Path, 
     found = load_comparison(out)
     assert found.interrupted
     assert 1 <= len(found.arms[0].epochs) < 100
+    assert f"cover the {len(found.arms[0].epochs)} of 100 epochs" in found.notes()[0]
     for arm in found.arms:  # epochs that only one scheduler finished do not count
         assert arm.peak_over_budget == max(epoch["peak_over_budget"] for epoch in arm.epochs)
         assert arm.batches_over_budget == sum(epoch["batches_over_budget"] for epoch in arm.epochs)
