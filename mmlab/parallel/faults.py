@@ -175,10 +175,10 @@ class RankWatch:
             what = f"{what}, and the process that connects the ranks does not answer ({first_line(lost)})"
             return (), f"{what}; {_REMEDY}"
         if silent:
+            names = [f"rank {rank} ({sign.process}, last seen {sign.doing})" for rank, sign in silent.items()]
             return tuple(silent), (
-                f"{', '.join(_name(rank, sign) for rank, sign in silent.items())} gives no sign of life since step "
-                f"{self._here[0]}: killed, stopped or cut off; look at its last lines and the system's log (out of "
-                f"memory?), and {_REMEDY}"
+                f"{', '.join(names)} gives no sign of life since step {self._here[0]}: killed, stopped or cut off; "
+                f"look at its last lines and the system's log (out of memory?), and {_REMEDY}"
             )
         # this rank may itself be late: its own step, too, has lasted longer than the limit
         signs = dict(sorted({**signs, self.rank: self._own}.items()))
@@ -220,10 +220,6 @@ def broke_off(error: BaseException) -> bool:
         and not isinstance(error, MmlabError)
         and any(word in str(error) for word in _BROKEN)
     )
-
-
-def _name(rank: int, sign: _Sign) -> str:
-    return f"rank {rank} ({sign.process}, last seen {sign.doing})"
 
 
 def _place(rank: int, sign: _Sign) -> str:

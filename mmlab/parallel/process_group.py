@@ -16,11 +16,13 @@ from torch import Tensor, distributed, nn
 
 from mmlab.errors import RunError
 from mmlab.parallel.faults import RankWatch
+from mmlab.parallel.torch_internals import in_buckets
 from mmlab.training.out_of_memory import retried
 from mmlab.training.strategy import CollectiveFailed
 
 Result = TypeVar("Result")
-_BUCKET_BYTES = 4 << 20  # about as many bytes of gradients in a message, and of memory for it
+# at most as many bytes of gradients in a message, and of memory for it: a small message costs as much as a big one
+_BUCKET_BYTES = 4 << 20
 
 
 class ProcessGroup:
@@ -138,7 +140,7 @@ class ProcessGroup:
             if weight.grad is not None:
                 gradients.append(weight.grad)
         with _exchange():
-            for bucket in _buckets(gradients):
+            for bucket in in_buckets(gradients, _BUCKET_BYTES):
                 flat = retried(partial(torch.cat, [gradient.reshape(-1) for gradient in bucket]), self.device)
                 retried(partial(distributed.all_reduce, flat), self.device)
                 parts = flat.split([gradient.numel() for gradient in bucket])
@@ -152,20 +154,6 @@ class ProcessGroup:
         with self.waiting():
             retried(lambda: distributed.all_reduce(values, op=operation), self.device)
             return retried(values.tolist, self.device)
-
-
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients of one type, in order, some megabytes a group: a small message costs as much as a big one."""
-    bucket: list[Tensor] = []
-    num_bytes = 0
-    for gradient in gradients:
-        if bucket and (gradient.dtype != bucket[0].dtype or num_bytes >= _BUCKET_BYTES):
-            yield bucket
-            bucket, num_bytes = [], 0
-        bucket.append(gradient)
-        num_bytes += gradient.nbytes
-    if bucket:
-        yield bucket
 
 
 def _exchange() -> AbstractContextManager[None]:

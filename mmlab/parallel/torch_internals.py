@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from torch import distributed
+from torch._utils import _take_tensors
 from torch.nn.parallel import DistributedDataParallel
+
+in_buckets = _take_tensors  # groups of tensors of one type, in order, each up to so many bytes
 
 
 def default_store() -> distributed.Store:

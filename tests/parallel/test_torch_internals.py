@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed
 
-from mmlab.parallel.torch_internals import default_store, finish_reduction
+from mmlab.parallel.torch_internals import default_store, finish_reduction, in_buckets
 
 
 @pytest.fixture
@@ -23,6 +23,17 @@ def lone_group() -> Iterator[distributed.Store]:
 def test_the_groups_store_keeps_what_others_read(lone_group: distributed.Store) -> None:
     default_store().set("key", "value")
     assert default_store().get("key") == b"value"
+
+
+def test_buckets_have_one_type_and_hold_every_tensor_once_in_order() -> None:
+    single, half = (
+        [torch.zeros(size, dtype=dtype) for size in (3, 9, 3)] for dtype in (torch.float32, torch.float16)
+    )
+    found = list(in_buckets([single[0], half[0], *single[1:], *half[1:]], 48))
+    assert [[len(tensor) for tensor in bucket] for bucket in found] == [[3, 9], [3], [3, 9, 3]]
+    assert [{tensor.dtype for tensor in bucket} for bucket in found] == [{torch.float32}] * 2 + [
+        {torch.float16}
+    ]
 
 
 def test_a_reduction_that_misses_a_weight_is_not_complete(lone_group: distributed.Store) -> None:
