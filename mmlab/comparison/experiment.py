@@ -28,8 +28,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-import numpy as np
-
 from mmlab.comparison.options import COMPARED, ComparisonOptions, DataOptions, read_options, scheduler_names
 from mmlab.comparison.preparation import COST, augmentation, describe_machine, make_datasets
 from mmlab.comparison.result import Comparison
@@ -177,9 +175,7 @@ def _data_sets(data: Any, options: ComparisonOptions, progress: bool) -> tuple[A
 
 def _warm_page_cache(dataset: Any, progress: bool) -> None:
     """Read every image file once."""
-    records, paths = dataset.records, dataset.records.image_paths
-    one_per_image = np.unique(records.group, return_index=True)[1]
-    rows = [int(row) for row in one_per_image if paths[row] is not None]
+    rows = {path: row for row, path in enumerate(dataset.records.image_paths) if path is not None}.values()
     with ThreadPoolExecutor(8) as pool:
         for _ in progress_bar(pool.map(dataset.read, rows), "reading files", len(rows), show=progress):
             pass

@@ -23,7 +23,7 @@ import pandas as pd
 import pytest
 
 from mmlab.comparison.background import start_compare
-from mmlab.comparison.experiment import compare
+from mmlab.comparison.experiment import _warm_page_cache, compare
 from mmlab.comparison.options import ComparisonOptions
 from mmlab.comparison.preparation import hold_out
 from mmlab.comparison.result import Comparison, load_comparison
@@ -604,6 +604,13 @@ def test_an_error_in_training_names_its_scheduler(
     with pytest.raises(RuntimeError, match="no such kernel"):
         compare(records, ("random", "sorted"), out=tmp_path, **SHORT)
     assert not list(tmp_path.glob("runs/*/*")), "views would wait for these runs"
+
+
+def test_every_image_file_is_read_once_before_training_also_where_a_group_has_several() -> None:
+    read: list[int] = []
+    records = SimpleNamespace(image_paths=["a", "a", "b", None, "c"], group=np.array([0, 0, 0, 1, 1]))
+    _warm_page_cache(SimpleNamespace(records=records, read=read.append), progress=False)
+    assert sorted(str(records.image_paths[row]) for row in read) == ["a", "b", "c"]
 
 
 def test_only_a_comparison_can_be_loaded(tmp_path: Path) -> None:
