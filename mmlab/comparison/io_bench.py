@@ -185,7 +185,7 @@ def bench_io(
         dataset = MultimodalDataset(records, tokenizer=tokenizer, image_policy=policy)
         spread = np.random.default_rng(0).permutation(rows)
         show("reading")
-        reading = read_rates(_files(dataset, data))
+        reading = read_rates(_files(records, data))
         show("decoding")
         encoded = {int(row): records.read_image(row) for row in spread[:_NUM_IMAGES]}
         decode_per_core = work_rate(lambda: [*map(dataset.decode, encoded, encoded.values())], len(encoded))
@@ -228,9 +228,8 @@ def bench_io(
     )
 
 
-def _files(dataset: MultimodalDataset, data: str | Path) -> list[Path] | Path:
-    """The files that hold the images, or `data` itself where the store cannot name them."""
-    records = dataset.records
+def _files(records: Any, data: str | Path) -> list[Path] | Path:
+    """The files that hold the images of some `Records`, or `data` itself where the store cannot name them."""
     part_of = getattr(records.store, "part_of", None)
     if part_of is None:
         return Path(data)

@@ -178,8 +178,7 @@ def with_sampling(
     shared: Any = {"inner": scheduler, "seed": scheduler.seed, "world_size": scheduler.world_size}
     weights = np.ones(0)
     if options.adaptive != "off":
-        records = dataset.records
-        weights = difficulty(image_complexity(records, progress=progress), records.num_tokens)
+        weights = difficulty(image_complexity(dataset.records, progress=progress), dataset.records.num_tokens)
     if options.adaptive == "sampling":
         return Weighted(weights=weights, **shared), 1 / weights if options.correct else None
     if options.ratios is not None:

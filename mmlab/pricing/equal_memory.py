@@ -45,7 +45,7 @@ class EqualMemory:
         if limit_bytes is not None:
             return self._largest("random", limit_bytes), limit_bytes
         random = self._make("random", self.batch_size)
-        return random, max(map(self._peak_bytes, self.plans_of(random)))
+        return random, max(float(plan.costs(self.memory).max()) for plan in self.plans_of(random))
 
     def schedulers(
         self,
@@ -108,7 +108,7 @@ class EqualMemory:
 
         def fits(size: int, num_epochs: int | None = 3) -> bool:
             plans = islice(self.plans_of(self._make(name, size, time)), num_epochs)
-            return all(self._peak_bytes(plan) <= limit_bytes for plan in plans)
+            return all(plan.costs(self.memory).max() <= limit_bytes for plan in plans)
 
         size = largest_fitting(fits, least=least, first=first, most=most)
         while not fits(size, None):
@@ -119,9 +119,6 @@ class EqualMemory:
                 )
             size = max(least, size - 1 - size // 100)
         return self._make(name, size, time)
-
-    def _peak_bytes(self, plan: BatchPlan) -> float:
-        return float(batch_costs(self.memory, plan.shape_columns).max())
 
 
 def largest_fitting(fits: Callable[[int], bool], *, least: int = 1, first: int, most: int) -> int:

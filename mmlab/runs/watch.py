@@ -47,28 +47,25 @@ def summary(folder: str | Path) -> dict[str, Any]:
 
 def _describe(runs: Runs) -> dict[str, Any]:
     states = runs.states
-    progress = progress_of(states.values())
     found = {
         "folder": str(runs.source),
         "time_s": time.time(),
         "runs": {name: _describe_run(state) for name, state in states.items()},
         "errors": [error["text"] for error in runs.errors],
-        "done_ratio": progress.done_ratio,
-        "left_s": progress.left_s,
+        **progress_of(states.values())._asdict(),  # done_ratio, left_s
     }
     return json.loads(json.dumps(found), parse_constant=lambda _: None)  # JSON has no NaN
 
 
 def _describe_run(state: RunState) -> dict[str, Any]:
-    start, progress = state.latest("start"), progress_of([state])
-    ranks = state.ranks() or [0]  # one line also for a run that has written nothing yet
+    start = state.latest("start")
     return {
         "status": state.status,
         "scheduler": start.get("scheduler"),
         "device": start.get("device") or (start.get("config") or {}).get("device"),
-        "done_ratio": progress.done_ratio,
-        "left_s": progress.left_s,
-        "ranks": {str(rank): summarize(state, rank) for rank in ranks},
+        **progress_of([state])._asdict(),  # done_ratio, left_s
+        # one line also for a run that has written nothing yet
+        "ranks": {str(rank): summarize(state, rank) for rank in state.ranks() or [0]},
         "messages": state.messages()[-_MAX_MESSAGES:],
         "error": state.latest("end").get("message"),
     }
