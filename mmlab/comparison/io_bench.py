@@ -188,7 +188,11 @@ def bench_io(
         reading = read_rates(_files(records, data))
         show("decoding")
         encoded = {int(row): records.read_image(row) for row in spread[:_NUM_IMAGES]}
-        decode_per_core = work_rate(lambda: [*map(dataset.decode, encoded, encoded.values())], len(encoded))
+
+        def decode() -> list[Any]:
+            return [dataset.decode(row, image) for row, image in encoded.items()]
+
+        decode_per_core = work_rate(decode, len(encoded))
         show("tokenising")
         texts = [text for text in records.texts[:_NUM_TEXTS] if text is not None] or [""]
         tokenise = partial(dataset.tokenizer, texts, truncation=False, verbose=False)

@@ -61,11 +61,12 @@ class Overview:
     def as_dict(self) -> dict[str, Any]:
         """What `mmlab data inspect --json` prints."""
         records = self.records
+        splits = Counter(filter(None, records.splits or ()))
         return {
             "source": records.source,
             "num_records": len(records),
             "num_images": len(np.unique(records.group[records.height > 0])),
-            "splits": dict(sorted(Counter(filter(None, records.splits or ())).items())),
+            "splits": dict(sorted(splits.items())),
             "num_labels": 0 if records.labels is None else len(np.unique(records.labels)),
             "image_policy": str(self.policy),
             "distributions": self.table.to_dict(orient="index"),

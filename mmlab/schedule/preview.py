@@ -239,7 +239,8 @@ def read_lengths(path: str | Path) -> SampleSizes:
                 f"{path}: line {wrong[0] + 2}, column {name}: expected a whole number, 0 for no image or text, found {text[wrong[0]]!r}"
             )
         columns[name] = numbers.to_numpy()
-    if len(one_side := np.flatnonzero((columns["height"] == 0) != (columns["width"] == 0))):
+    one_side = np.flatnonzero((columns["height"] == 0) != (columns["width"] == 0))
+    if len(one_side):
         raise DataError(f"{path}: line {one_side[0] + 2}: height or width is 0; without an image, both are")
     if "image_id" not in table:
         return SampleSizes(**columns, group=np.arange(len(table)))
