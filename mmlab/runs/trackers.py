@@ -23,7 +23,8 @@ from mmlab.runs.events import EVENT_FILES, RunEvent, read_events
 def export_run(run: str | Path, to: str, target: str | Path) -> int:
     """Export one run to a tracker; returns the number of points.
 
-    It is named there by its folder and the two above (`demo/runs/random`), so that runs of two comparisons stay apart.
+    It is named there by its folder and the one above, `runs` left out: runs of two comparisons stay apart
+    (`demo/runs/random` is `demo/random`).
 
     Args:
         run: the run's folder.
@@ -44,7 +45,7 @@ def export_run(run: str | Path, to: str, target: str | Path) -> int:
     except OSError as error:
         raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror}") from error
     start = next((event.values for event in events if event.kind == "start"), {})
-    name = "/".join(folder.resolve().parts[1:][-3:])
+    name = "/".join([part for part in folder.resolve().parts[1:] if part != "runs"][-2:])
     try:  # points one by one: those of a million steps would take gigabytes
         TRACKERS[to](name, str(target), start, _points(events, several_ranks=len(paths) > 1))
     except ModuleNotFoundError as error:

@@ -85,7 +85,12 @@ def follow(folder: str | Path) -> dict[str, Any]:
 
     Returns:
         What was shown last, as from `summary`.
+
+    Raises:
+        DataError: it is a file.
     """
+    if Path(folder).is_file():
+        raise DataError(f"{folder} is a file; give the folder of a run, or one above")
     runs, console = Runs(folder), Console()
     found: dict[str, Any] = {}
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:

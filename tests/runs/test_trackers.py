@@ -44,4 +44,4 @@ def test_runs_of_two_comparisons_are_exported_under_different_names(
         with RunLog(folder) as log:
             log.emit(RunEvent("start", 0, 0, 0.0, {}))
         trackers.export_run(folder, "double", "")
-    assert names == ["first/runs/random", "second/runs/random"]
+    assert names == ["first/random", "second/random"]

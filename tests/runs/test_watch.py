@@ -160,6 +160,10 @@ def test_what_a_run_says_cannot_move_the_cursor(tmp_path: Path) -> None:
 def test_a_folder_without_runs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(tmp_path), "--once"]) == 2
     assert f"no run in {tmp_path} or below it" in capsys.readouterr().err
+    write_run(tmp_path / "a", **this_process())
+    [events] = tmp_path.glob("a/events-*.jsonl")
+    assert main(["watch", str(events)]) == 2  # where it had waited for ever
+    assert f"{events} is a file; give the folder" in capsys.readouterr().err
 
 
 def test_the_table_keeps_to_the_width_of_the_terminal(
