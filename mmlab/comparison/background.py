@@ -152,9 +152,10 @@ class BackgroundRun:
             return {"status": "stopped"}
         code = "" if self._child is None else f" with exit code {self._child.returncode}"
         why = "without an error message" if self.folder.is_dir() else f"after {self.folder} was removed"
-        message = trace = f"its process ended{code} {why}"
+        kept = ""
         if (self.folder_now / "comparison.json").exists():
-            message = trace = f"{message}; load_comparison({str(self.folder)!r}) has what all finished before"
+            kept = f"; load_comparison({str(self.folder)!r}) has the epochs that all schedulers finished"
+        message = trace = f"its process ended{code} {why}{kept}"
         with contextlib.suppress(FileNotFoundError):
             if log := (self.folder_now / LOG).read_text(errors="replace")[-4000:]:
                 trace = f"{message}\nIts log ends:\n{log}"

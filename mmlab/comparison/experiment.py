@@ -145,7 +145,13 @@ def compare(
             if folder is not None:
                 result(interrupted=True).save_numbers(folder)
 
-        interrupted = take_turns(runs, setup, progress, room, keep)
+        try:
+            interrupted = take_turns(runs, setup, progress, room, keep)
+        except Exception as error:
+            if folder is not None and (folder / "comparison.json").exists():
+                kept = f"load_comparison({str(folder)!r}) has the epochs that all schedulers finished"
+                error.add_note(kept)
+            raise
         if not all(run.epochs for run in runs):
             raise KeyboardInterrupt
         # minutes of training must not be lost in the last second

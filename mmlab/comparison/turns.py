@@ -309,10 +309,6 @@ def take_turns(
                         run.run_epoch(epoch, held_out)
                     except Exception as error:
                         error.add_note(f"while scheduler {run.name} trained")
-                        if epoch and setup.folder is not None:
-                            error.add_note(
-                                f"load_comparison({str(setup.folder)!r}) has what all finished before"
-                            )
                         raise
                     bar.update()
                 if epoch + 1 < num_epochs:

@@ -758,7 +758,8 @@ def test_an_error_loses_no_epoch_that_all_have_finished(scenes: Path, tmp_path: 
     remover.start()
     with pytest.raises(DataError) as caught:
         compare(copied, ["random", "sorted"], out=out, **{**SMALL, "epochs": 40})
-    assert f"load_comparison({str(out)!r}) has what all finished before" in caught.value.__notes__
+    kept = f"load_comparison({str(out)!r}) has the epochs that all schedulers finished"
+    assert kept in caught.value.__notes__
     remover.join()
     found = load_comparison(out)
     assert found.interrupted

@@ -148,7 +148,7 @@ def test_a_run_that_is_killed_has_failed_and_says_so_everywhere(scenes: Path, tm
     until(lambda: (tmp_path / "comparison.json").exists(), lab)
     assert lab._run is not None
     os.kill(lab._run._identity["process_id"], signal.SIGKILL)
-    with pytest.raises(RunError, match=r"exit code -9 .* has what all finished before") as raised:
+    with pytest.raises(RunError, match=r"exit code -9 .* has the epochs that all") as raised:
         lab.wait()
     assert load_comparison(tmp_path).interrupted
     assert str(raised.value).count("exit code -9") == 1
