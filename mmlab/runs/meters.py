@@ -73,20 +73,27 @@ def read_device(device: str | torch.device) -> DeviceReading:
 class DeviceMeter(AbstractContextManager["DeviceMeter"]):
     """Reads one device repeatedly; the process's CPU share covers the time since the last reading.
 
-    Use from one thread. For a CUDA device, a reading opens NVML, once, and initialises CUDA in this process.
-    Close it, or use it as a context manager.
+    Use from one thread. For a CUDA device, creating it opens NVML and initialises CUDA in this process. Close
+    it, or use it as a context manager.
     """
 
     def __init__(self, device: str | torch.device) -> None:
         self.device = torch.device(device)
         self.since = (time.perf_counter(), time.process_time())  # of the last reading: wall clock, CPU time
-        self._gpu: Gpu | None = None  # once NVML is open
+        self._gpu: Any = None
+        self._no_nvml = ""
+        if self.device.type == "cuda" and torch.version.hip is None:
+            try:
+                self._gpu = Gpu(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
+            except Exception as error:  # any driver error: every reading has it as a note
+                self._no_nvml = first_line(error)
 
     def read(self) -> DeviceReading:
         """Read memory and utilisation now, each from the first source that works."""
         notes: list[str] = []
         memory: dict[str, Callable[[], tuple[int, int]]] = {}
         use: dict[str, Callable[[], float]] = {}
+        allocator: dict[str, Any] = {}
         if self.device.type == "cuda" and torch.version.hip is None:
             memory["NVML"] = lambda: self._nvml().memory()
             use["NVML"] = lambda: self._nvml().utilization()
@@ -95,16 +102,15 @@ class DeviceMeter(AbstractContextManager["DeviceMeter"]):
             use["torch"] = lambda: torch.cuda.utilization(self.device) / 100
         if self.device.type == "cuda":
             memory["torch allocator"] = self._torch_memory
+            allocator = torch.cuda.memory_stats(self.device)  # empty before CUDA is used
         memory["process RSS"] = lambda: (process_rss_bytes(), total_memory_bytes())
         use["process CPU"] = self._process_use
         (memory_bytes, total_bytes), memory_source = _first(memory, "memory", notes)
         utilization_ratio, utilization_source = _first(use, "utilization", notes)
         details: dict[str, Any] = {}
         if memory_source == "NVML":
-            details, missing = self._nvml().details(os.getpid())
+            details, missing = self._gpu.details(os.getpid())
             notes += missing
-        # empty before CUDA is used
-        allocator = torch.cuda.memory_stats(self.device) if self.device.type == "cuda" else {}
         return DeviceReading(
             device=str(self.device),
             memory_bytes=memory_bytes,
@@ -127,9 +133,9 @@ class DeviceMeter(AbstractContextManager["DeviceMeter"]):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _nvml(self) -> Gpu:
+    def _nvml(self) -> Any:
         if self._gpu is None:
-            self._gpu = Gpu(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
+            raise RuntimeError(self._no_nvml)
         return self._gpu
 
     def _torch_memory(self) -> tuple[int, int]:
