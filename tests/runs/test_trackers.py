@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from mmlab.runs import trackers
 from mmlab.runs.events import RunEvent, RunLog
 
 
-def test_a_long_run_is_exported_point_by_point_without_the_steps_that_it_repeated(
+def test_a_long_run_is_exported_row_by_row_without_the_steps_that_it_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in range(2):
@@ -22,10 +22,11 @@ def test_a_long_run_is_exported_point_by_point_without_the_steps_that_it_repeate
                     log.emit(RunEvent("step", step, rank, float(begun + step), {"loss": 1.0, "lr": begun}))
     found = []
 
-    def take(_name: str, _target: str, start: dict, points: Iterator) -> None:
+    def take(_name: str, _target: str, start: dict, rows: Iterable) -> None:
         assert start == {"seed": 0}
-        assert isinstance(points, Iterator)
-        found.extend((name[4], value, step) for name, value, step, _ in points if name.endswith("lr"))
+        assert not isinstance(rows, Sequence)
+        for values, step, _ in rows:
+            found.extend((name[4], value, step) for name, value in values.items() if name.endswith("lr"))
 
     monkeypatch.setitem(trackers.TRACKERS, "double", take)
     assert trackers.export_run(tmp_path, "double", "") == 2 * 2 * 4000
