@@ -19,7 +19,7 @@ WASTES = {"text_waste": "#56B4E9", "image_waste": "#E69F00", "combined_waste": "
 
 
 def draw_comparison(comparison: Comparison) -> Figure:
-    """Six panels side by side: waste, throughput, time, memory, cost of each batch, loss."""
+    """Six panels side by side: waste, throughput, time, memory, cost of each batch, loss over the seconds of training."""
     import pandas as pd
     from matplotlib.figure import Figure
 
@@ -48,7 +48,8 @@ def draw_comparison(comparison: Comparison) -> Figure:
         name, epochs = as_label(arm.scheduler), pd.DataFrame(arm.epochs)
         colour, speeds, losses = colours[name], epochs["samples_per_s"], epochs["held_out_loss"]
         throughput.plot([index] * len(speeds), speeds, "o", color="black", ms=3)
-        loss.plot(range(1, len(losses) + 1), losses, marker="o", ms=4, color=colour, label=name)
+        seconds = (epochs["num_samples"] / speeds).cumsum()
+        loss.plot(seconds, losses, marker="o", ms=4, color=colour, label=name)
         if {*keys} <= {*steps}:
             found = (steps.loc[steps["run"] == arm.scheduler, keys].dropna().sum(axis=1) / scale).tolist()
             spread = [index + 0.5 * (place / max(1, len(found) - 1) - 0.5) for place in range(len(found))]
@@ -62,17 +63,16 @@ def draw_comparison(comparison: Comparison) -> Figure:
     time.set(title="Time per sample", ylabel="ms")
     memory.set(title=f"Peak memory ({table['peak_source'].iloc[0]})", ylabel="MiB")
     costs.set(title="Cost of each batch, first to last", ylabel=unit, ylim=(0, None))
-    loss.set(title="Held-out loss", ylabel="nats")
+    loss.set(title="Held-out loss after each epoch", ylabel="nats", xlim=(0, None))
     low, high = loss.get_ylim()
     spare = max(0.0, 0.1 - (high - low)) / 2  # noise alone must not look like a ranking
     loss.set_ylim(low - spare, high + spare)
-    loss.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     tilted: Any = {"rotation": 30, "ha": "right"} if len(table) > 5 else {"rotation": 0}
     for axes in figure.axes:
         if axes is not loss:
             axes.set_xticks(range(len(table)), table.index, **tilted)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel("epoch" if axes is loss else "")
+        axes.set_xlabel("seconds of training" if axes is loss else "")
         if axes.get_legend_handles_labels()[1] and axes is not memory:
             axes.legend(frameon=False, fontsize=8, ncols=2 if axes is waste else 1)
     return figure

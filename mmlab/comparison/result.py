@@ -281,7 +281,7 @@ class Comparison:
         return f"{given}, {name} trains {gain:.2f} times as many samples/s as {base.scheduler}{but and f', but {but}'}"
 
     def figure(self) -> Figure:
-        """Six panels side by side: waste, throughput, time, memory, cost of each batch, loss."""
+        """Six panels side by side: waste, throughput, time, memory, cost of each batch, loss over seconds."""
         return draw_comparison(self)
 
     def html(self, picture: bytes | None = None) -> str:
