@@ -116,7 +116,7 @@ def _train(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
     draft = BertWordPieceTokenizer()
     counts: Counter[str] = Counter()
     for text in texts:
-        counts.update(draft.normalize(text))
+        counts.update(draft.normalizer.normalize_str(text))
     by_count = sorted((char for char in counts if not char.isspace()), key=lambda char: (-counts[char], char))
     alphabet = sorted(by_count[:_MAX_ALPHABET])
     first = [*_SPECIAL.values(), *alphabet, *(f"##{char}" for char in alphabet)]
