@@ -170,8 +170,6 @@ def plan(
     if model is not None and budget is not None:
         raise OptionError("with --model, batches fill the same memory: give --memory-gb, not --budget")
     policy, errors = parse_image_policy(image), "report" if skip_bad_rows else "raise"
-    dataset: Any = None
-    made = f"as {processor} makes them"
     if model is not None:
         from mmlab.pricing.plan_prices import price_plans, side_of_patch
     if processor is not None:
@@ -182,18 +180,19 @@ def plan(
         from mmlab.pricing.step_prices import named_dataset
 
         dataset = named_dataset(data, images, processor, errors=errors)
-        sizes = dataset.sizes
-    elif lengths is not None:
-        sizes = read_lengths(lengths)
+        sizes, made = dataset.sizes, f"as {processor} makes them"
     else:
-        sizes = read_records(data, images=images, tokenizer="builtin", errors=errors).sizes()
-    if dataset is None:
+        dataset = None
+        if lengths is not None:
+            sizes = read_lengths(lengths)
+        else:
+            sizes = read_records(data, images=images, tokenizer="builtin", errors=errors).sizes()
         if model is not None and isinstance(policy, Aspect) and image.count(":") == 1:
             policy = replace(policy, multiple=side_of_patch(model))
         sizes, made = sizes.resized(policy), str(policy)
     left_out = ("memory", "fastest") if model is None else ("memory",)
-    usual = ",".join(name for name in SCHEDULERS if name not in left_out)
-    names = scheduler_names(_names(schedulers or usual))
+    usual = [name for name in SCHEDULERS if name not in left_out]
+    names = scheduler_names(_names(schedulers) if schedulers else usual)
     planned: Any = {"ranks": ranks, "epochs": epochs}
     # captions of one image are kept apart, as in `compare`
     own: Any = {"seed": seed, "allow_collisions": False}

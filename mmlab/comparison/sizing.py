@@ -145,15 +145,14 @@ class _Sizing:
         )  # fmt: skip
         baseline, limit_bytes = equal.baseline(limit_bytes)
         time = time or self._fit_time(model, memory, limit_bytes)
-        packs = None
+        packs: Any = None
         if "packed" in names and isinstance(model, ConversationModel):
             packs = self._price(packing(model, dataset))
         planners = equal.schedulers(names, baseline, limit_bytes, time=time, packs=packs)
-        known: tuple[MemoryModel | None, TimeModel] | None = packs
         if "packed" in names and packs is None:
-            planners["packed"], in_packs = self._measure_packs(planners["packed"], limit_bytes, time)
-            known = None, in_packs
-        return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time, packs=known)
+            planners["packed"], time_of_packs = self._measure_packs(planners["packed"], limit_bytes, time)
+            packs = None, time_of_packs
+        return Sized(planners=planners, memory=memory, limit_bytes=limit_bytes, time=time, packs=packs)
 
     def _measure_packs(
         self, packed: Scheduler, limit_bytes: float, time: TimeModel

@@ -154,10 +154,7 @@ class Lab:
                     "again; make a new Lab with them"
                 )
             self._runs = Runs(self.folder / "runs")
-            options = {key: value for key, value in self.options.items() if key != "schedulers"}
-            self._run = start_compare(
-                self.data, self.options["schedulers"], out=self.folder, detached=self.detached, **options
-            )
+            self._run = start_compare(self.data, out=self.folder, detached=self.detached, **self.options)
             if self._panel is not None:
                 self._panel.list_earlier()
         return self

@@ -64,8 +64,7 @@ def probe_costs(trainer: Any, batches: Sequence[Batch]) -> StepCosts:
     reads_features = any(type(goal) is not Contrastive for goal in trainer.objectives.values())
     gradient_bytes = dict.fromkeys(PARTS, 0.0)
     for part, weights in parts_of(model).items():
-        size = sum(weight.nbytes for weight in weights if weight.requires_grad)
-        gradient_bytes[part if part in PARTS else "fusion"] += size
+        gradient_bytes[part if part in PARTS else "fusion"] += sum(weight.nbytes for weight in weights)
     step_s = by_size[0].pop("step")
     return StepCosts(
         forward=lines("forward"),
