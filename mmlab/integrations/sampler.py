@@ -135,7 +135,7 @@ class PlannedSampler(Sampler[list[int]]):
                 f"cannot resume: the state is of other data, seed, scheduler options or ranks ({state['world_size']}, "
                 f"here {self.world_size}); resume with the same"
             )
-        if state["num_batches"] and state.get("of_batches", len(self)) != len(self):
+        if state["num_batches"] and state["of_batches"] != len(self):
             raise DataError(
                 f"cannot resume: the epoch was cut into {state['of_batches']} batches and is now cut into {len(self)}, because "
                 "num_epochs differs; resume with the same num_epochs"

@@ -347,12 +347,11 @@ class TrainerSetup:
         Raises:
             DataError: it is not the state of a trainer, or its run trained other weights of this model.
         """
-        check_state("trainer", state, "model", "optimizer", "precision", "weighting", "progress")
+        check_state("trainer", state, "model", "optimizer", "trained", "precision", "weighting", "progress")
         # the optimizer's moments are kept by a weight's index among the trained weights: they would go to other weights
-        trained = state.get("trained", {})
         for name, weight in self.model.named_parameters():
-            if trained.get(name, weight.requires_grad) != weight.requires_grad:
-                before = "trained" if trained[name] else "frozen"
+            if (was_trained := state["trained"].get(name, weight.requires_grad)) != weight.requires_grad:
+                before = "trained" if was_trained else "frozen"
                 raise DataError(f"{name} was {before} in the saved run; give the same freeze")
         self.strategy.load_state_dict(self.model, self.optimizer, state)
         self.precision.load_state_dict(state["precision"])
@@ -360,8 +359,7 @@ class TrainerSetup:
         progress = state["progress"]
         for name in _PROGRESS:
             setattr(self, name, progress[name])
-        accumulation_steps = progress.get("accumulation_steps", self.options.accumulation_steps)
-        self.saved_with = progress["world_size"], accumulation_steps
+        self.saved_with = progress["world_size"], progress["accumulation_steps"]
         self.total_steps = self.options.total_steps or self.total_steps
 
     def description(self) -> StepValues:
