@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mmlab.errors import DataError, OptionError
 from mmlab.model.fusion_model import FusionOutput
-from mmlab.training.losses.contrastive import Contrastive, Matching, contrastive_losses, negatives
+from mmlab.training.losses.contrastive import Contrastive, Matching, negatives, one_way_losses
 from mmlab.training.retrieval import Embeddings, candidate_losses, joined, of_pairs, recalls
 from mmlab.types import Batch
 from tests.batches import make_batch
@@ -62,12 +62,10 @@ def test_other_captions_of_the_same_image_are_not_negatives():
         [True, True, False, True],
         [True, True, True, False],
     ]
-    image, text = unit(4), unit(4, seed=1)
-    without = contrastive_losses(
-        10 * (image @ text.T)[[0, 2, 3]][:, [0, 2, 3]], ~torch.eye(3, dtype=torch.bool)
-    )
-    within = contrastive_losses(10 * image @ text.T, negatives(batch))
-    torch.testing.assert_close(within[0], without[0])
+    logits = 10 * unit(4) @ unit(4, seed=1).T
+    for way in (logits, logits.T):
+        without = one_way_losses(way[[0, 2, 3]][:, [0, 2, 3]], ~torch.eye(3, dtype=torch.bool))
+        torch.testing.assert_close(one_way_losses(way, negatives(batch))[0], without[0])
 
 
 @given(
@@ -94,7 +92,7 @@ def test_the_negatives_sum_has_one_expectation_at_every_batch_size():
         for others in combinations(range(1, 7), num_others):
             rows = torch.tensor([0, *others])
             allowed = ~torch.eye(len(rows), dtype=torch.bool)
-            losses.append(contrastive_losses(logits[rows][:, rows], allowed, num_negatives=6)[0])
+            losses.append(one_way_losses(logits[rows][:, rows], allowed, num_negatives=6)[0])
         mean_of_sums[num_others] = torch.stack(losses).exp().mean()
         mean_losses[num_others] = torch.stack(losses).mean()
     for mean in mean_of_sums.values():

@@ -53,16 +53,15 @@ class LossTerms:
 
     def add(self, sums: Mapping[str, Tensor]) -> Tensor:
         """Add a micro-batch's sums; returns its share of the step's loss, ready for the backward pass."""
-        loss: Tensor | None = None
+        shares = []
         for name, value in sums.items():
             if not isinstance(value, Tensor) or value.dim() or _is_detached(value):
                 wanted = f"objective {name!r} must return its sum, a scalar tensor with a gradient"
                 raise OptionError(f"{wanted}; found {' '.join(repr(value).split()):.80}")
-            earlier, share = self._sums.get(name), value * self._factors[name]
+            earlier = self._sums.get(name)
             self._sums[name] = value.detach() if earlier is None else earlier + value.detach()
-            loss = share if loss is None else loss + share
-        assert loss is not None
-        return loss
+            shares.append(value * self._factors[name])
+        return sum(shares[1:], start=shares[0])
 
     def means(self) -> dict[str, float]:
         """Mean of each objective that counted anything, without its weight; waits for the device."""

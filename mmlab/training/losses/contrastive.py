@@ -60,8 +60,11 @@ class Contrastive:
     def __call__(self, output: FusionOutput, batch: Batch) -> Tensor:
         """Sum over the samples of the mean of both directions, in nats."""
         logits = self.logits(output.image_embedding, output.text_embedding, output.logit_scale)
-        losses = contrastive_losses(logits, negatives(batch), num_negatives=self.num_negatives)
-        return (losses * sample_weights(batch)).sum()
+        allowed = negatives(batch)
+        to_text, to_image = (
+            one_way_losses(way, allowed, num_negatives=self.num_negatives) for way in (logits, logits.T)
+        )
+        return (0.5 * (to_text + to_image) * sample_weights(batch)).sum()
 
     def logits(self, rows: Tensor, columns: Tensor, logit_scale: Tensor) -> Tensor:
         """Scaled similarities (B, N) of embeddings (B, D) and (N, D)."""
@@ -112,28 +115,19 @@ def num_with_negatives(batch: Batch) -> int:
     return batch.host.num_pairs if batch.host.num_images > 1 else 0
 
 
-def contrastive_losses(logits: Tensor, allowed: Tensor, *, num_negatives: int | None = None) -> Tensor:
-    """Per-sample symmetric contrastive losses.
-
-    Args:
-        logits: (B, B), images by texts; the diagonal holds the positives.
-        allowed: (B, B) bool, symmetric: which entries are negatives.
-        num_negatives: scale each row's negatives to this number.
-
-    Returns:
-        (B,) in nats; zero for a sample without negatives.
-    """
-    to_text = one_way_losses(logits, allowed, num_negatives=num_negatives)
-    return 0.5 * (to_text + one_way_losses(logits.T, allowed, num_negatives=num_negatives))
-
-
 def one_way_losses(
     logits: Tensor, allowed: Tensor, *, num_negatives: int | None = None, positives: Tensor | None = None
 ) -> Tensor:
-    """The same in one direction, each row choosing among the columns, (B,).
+    """Contrastive losses in which each row chooses among the columns.
 
     Args:
+        logits: (B, N).
+        allowed: (B, N) bool: which entries are negatives.
+        num_negatives: scale each row's negatives to this number.
         positives: (B,) column of each row's positive; None takes the diagonal.
+
+    Returns:
+        (B,) in nats; zero for a row without negatives.
     """
     positive = logits.diagonal() if positives is None else logits.gather(1, positives[:, None]).squeeze(1)
     available = allowed.sum(1)
