@@ -195,16 +195,14 @@ class Mixed(Drawing):
         if not self.draws:
             return None
         names, codes = self.sources_of(sizes)
-        counts = np.bincount(codes, minlength=len(names)).tolist()
-        available = {name: count for name, count in zip(names, counts, strict=True) if count}
-        self._check_names(available)
-        before = [self._quotas(available, earlier) for earlier in range(epoch)]
+        counts = np.bincount(codes, minlength=len(names))
+        self._check_names([name for name, count in zip(names, counts, strict=True) if count])
+        quotas = np.array([self._quotas(names, counts, number) for number in range(epoch + 1)])
         drawn = []
-        for name, quota in self._quotas(available, epoch).items():
-            code, start = list(names).index(name), sum(quotas[name] for quotas in before)
-            places = np.arange(start, start + quota) % available[name]
-            order = permute(places, available[name], derive_key(self.seed, code))
-            drawn.append(np.flatnonzero(codes == code)[order])
+        for code in np.flatnonzero(counts).tolist():
+            own, start = np.flatnonzero(codes == code), quotas[:-1, code].sum()
+            places = np.arange(start, start + quotas[-1, code]) % len(own)
+            drawn.append(own[permute(places, len(own), derive_key(self.seed, code))])
         return np.concatenate(drawn)
 
     def make_batches(self, sizes: SampleSizes, rows: Ints, rng: np.random.Generator, limits: Limits) -> Block:
@@ -233,23 +231,23 @@ class Mixed(Drawing):
             return ()
         return self.ratios if isinstance(self.ratios, list | tuple) else ((0, self.ratios),)
 
-    def _check_names(self, available: Mapping[str, int]) -> None:
+    def _check_names(self, available: Sequence[str]) -> None:
         wanted = {name for _, shares in self._points for name, share in shares.items() if share > 0}
-        if missing := available.keys() - self._points[0][1].keys():
+        if missing := set(available) - self._points[0][1].keys():
             raise OptionError(
                 f"ratios name {', '.join(self._points[0][1])}, the data also have {', '.join(sorted(missing))}; "
                 "give 0 to leave a source out"
             )
-        if absent := wanted - available.keys():
+        if absent := wanted - set(available):
             raise OptionError(
                 f"ratios ask for {', '.join(sorted(absent))}, of which the data have no sample; "
                 f"they have {', '.join(available)}"
             )
 
-    def _quotas(self, available: Mapping[str, int], epoch: int) -> dict[str, int]:
+    def _quotas(self, names: Sequence[str], counts: Ints, epoch: int) -> Ints:
         """Samples to draw of each source: the shares of the epoch's length, rounded so that they add up to it."""
         ratios = self.ratios_at(epoch)
-        shares, counts = np.array([ratios[name] for name in available]), np.array(list(available.values()))
+        shares = np.array([ratios.get(name, 0.0) for name in names])
         # epoch lengths at which each source comes exactly once
         once = counts[shares > 0] / shares[shares > 0]
         length = {"keep": counts.sum(), "undersample": once.min(), "oversample": once.max()}[self.length]
@@ -261,7 +259,7 @@ class Mixed(Drawing):
             quotas = np.minimum(quotas, counts)
         elif self.length == "oversample":
             quotas = np.where(shares > 0, np.maximum(quotas, counts), 0)
-        return dict(zip(available, quotas.tolist(), strict=True))
+        return quotas
 
 
 @dataclass(frozen=True, kw_only=True)
