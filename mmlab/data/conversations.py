@@ -182,22 +182,7 @@ def _parse(entry: Any) -> _Parsed:
     """
     if isinstance(entry, str):
         raise ValueError(entry)
-    turns = _first(entry, _TURNS)
-    is_llava = "messages" not in entry
-    if turns is None and "prompt" in entry and "completion" in entry:
-        asked = _turns(entry["prompt"], "user")
-        asked = [{**turn, "weight": 0} if isinstance(turn, dict) else turn for turn in asked]  # not learnt
-        turns, is_llava = [*asked, *_turns(entry["completion"], "assistant")], False
-    if turns is None:
-        found = ", ".join(map(str, entry)) or "nothing"
-        raise ValueError(f"no {' or '.join(_TURNS[:2])}, found {found}")
-    if isinstance(turns, str):
-        try:
-            turns = json.loads(turns)
-        except ValueError as error:
-            raise ValueError(f"turns are not JSON: {error}") from error
-    if not isinstance(turns, list) or not turns:
-        raise ValueError(f"expected a list of turns, found {turns!r:.40}")
+    turns = _turns_of(entry)
     if entry.get("tools"):
         raise ValueError("tools are not read")
     if entry.get("system"):
@@ -212,6 +197,8 @@ def _parse(entry: Any) -> _Parsed:
     if own and images:
         raise ValueError("images are named in the messages and in a column of their own; keep one of them")
     images = images or own
+    # of these forms, only LLaVA's must say where images belong
+    is_llava = "messages" not in entry and _first(entry, _TURNS) is not None
     if not num_places and images and not is_llava:
         first = next((message for message in messages if message["role"] == "user"), None)
         if first is not None:
@@ -223,6 +210,26 @@ def _parse(entry: Any) -> _Parsed:
     if not any(message["role"] == "assistant" and message.get("weight") != 0 for message in messages[1:]):
         raise ValueError("no answer (a turn of gpt or assistant after another one), so nothing to learn")
     return messages, tuple(images)
+
+
+def _turns_of(entry: dict[str, Any]) -> list[Any]:
+    """The turns of a row, also of `prompt` and `completion`, of which the prompt is not learnt."""
+    turns = _first(entry, _TURNS)
+    if turns is None and "prompt" in entry and "completion" in entry:
+        asked = _turns(entry["prompt"], "user")
+        asked = [{**turn, "weight": 0} if isinstance(turn, dict) else turn for turn in asked]
+        turns = [*asked, *_turns(entry["completion"], "assistant")]
+    if turns is None:
+        found = ", ".join(map(str, entry)) or "nothing"
+        raise ValueError(f"no {' or '.join(_TURNS[:2])}, found {found}")
+    if isinstance(turns, str):
+        try:
+            turns = json.loads(turns)
+        except ValueError as error:
+            raise ValueError(f"turns are not JSON: {error}") from error
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"expected a list of turns, found {turns!r:.40}")
+    return turns
 
 
 def _message(turn: Any, where: str) -> tuple[Message, list[_Image]]:
@@ -239,10 +246,9 @@ def _message(turn: Any, where: str) -> tuple[Message, list[_Image]]:
     parts: list[dict[str, str]] = []
     images: list[_Image] = []
     for part in [content] if isinstance(content, str) else content:
+        part = {"text": part} if isinstance(part, str) else part
         kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-        if isinstance(part, str):
-            parts += _split(part)
-        elif kind == "text" and isinstance(part.get("text"), str):
+        if kind == "text" and isinstance(part.get("text"), str):
             parts += _split(part["text"])
         elif kind in ("image", "image_url"):
             parts.append({"type": "image"})
@@ -327,17 +333,13 @@ def _measure(
     def open_image(key: str) -> Any:
         return io.BytesIO(inside[key]) if key in inside else open_file(key)
 
-    measured = image_sizes(stamps, open_image, root=root, progress=progress)
+    measured: dict[str, Any] = image_sizes(stamps, open_image, root=root, progress=progress)
     rows = {}
     for row, own in keyed.items():
-        sizes: list[Size] = []
-        for key, _ in own:
-            if isinstance(size := measured[key], str):
-                reasons.setdefault(row, f"{key}: {size}")
-            else:
-                sizes.append(size)
+        if wrong := [f"{key}: {measured[key]}" for key, _ in own if isinstance(measured[key], str)]:
+            reasons.setdefault(row, wrong[0])
         if row not in reasons:
-            rows[row] = tuple(image for _, image in own), sizes
+            rows[row] = tuple(image for _, image in own), [measured[key] for key, _ in own]
     return rows
 
 
