@@ -202,40 +202,43 @@ class PlannedLoader(AbstractContextManager["PlannedLoader"]):
             DataError: the state is of other data, another seed or other scheduler options; or only one of
                 the two plans follows memory use.
         """
-        check_state("loader", state, "epoch", "num_batches", "num_bad_samples")
+        check_state("loader", state, "epoch", "num_batches", "num_left", "num_bad_samples", *self._identity)
         if ("scheduler" in state) != hasattr(self.scheduler, "load_state_dict"):
             raise DataError(
                 "cannot resume: a plan that follows memory use goes on only as such, in a single process; use the same "
                 "number of ranks, or plan without following from the start"
             )
-        saved, num_batches = state.get("plan"), state["num_batches"]
-        is_same = {name: state.get(name, own) == own for name, own in self._identity.items()}
-        if not is_same["vocabulary"]:
+        if state["vocabulary"] != self.vocabulary:
             raise DataError(
                 "cannot resume: the vocabulary differs, so token ids would stand for other words; use the tokenizer "
                 "saved with that run: its folder tokenizer/, put back if it is gone, or named as the tokenizer here"
             )
-        world_size, sizes = getattr(self.scheduler, "world_size", 1), self._loader.sizes
-        ranks_changed = any(ranks != world_size for ranks, _ in (saved or {}).get("taken", ()))
-        rest, num_before = None, 0
+        epoch, num_batches, num_left = state["epoch"], state["num_batches"], state["num_left"]
+        world_size = getattr(self.scheduler, "world_size", 1)
+        saved = state.get("plan")  # None before the first batch, and where the plan follows memory use
         if "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])  # type: ignore[attr-defined]
-        elif saved is not None and is_same["rows"] and (ranks_changed or state.get("num_before")):
-            num_before, whole = num_batches, self.scheduler.plan(sizes, epoch=state["epoch"])
-            rest = self.scheduler.resume(sizes, saved) if state.get("num_left", 1) else whole.skip(len(whole))
-        self._begin(state["epoch"], rest, num_before)
-        if saved is not None and state.get("num_left", len(self) - num_batches) > 0:
-            if not is_same["rows"]:
+        if saved is None:
+            self._begin(epoch)
+        elif state["rows"] != self._identity["rows"]:
+            if num_left:
                 raise DataError(
                     "cannot resume within an epoch: the samples, their order or their sizes are not those of the saved state; "
                     "resume with the same data, the same limit and the same image policy"
                 )
-            if rest is None:
-                iter(self.plan).load_state_dict(saved)  # refuses another seed or other options at once
-        elif saved is not None and not is_same["rows"]:
+            self._begin(epoch)
             saved, num_batches = None, len(self)  # the epoch is over, however many batches it would have now
             message = "the samples or their sizes are not those of the saved state: what is held out of them now may have been trained on"
             warn(self._emit, message, source="loader")
+        elif state["num_before"] or any(ranks != world_size for ranks, _ in saved.get("taken", ())):
+            sizes = self._loader.sizes
+            whole = self.scheduler.plan(sizes, epoch=epoch)
+            rest = self.scheduler.resume(sizes, saved) if num_left else whole.skip(len(whole))
+            self._begin(epoch, rest, num_batches)
+        else:
+            self._begin(epoch)
+            if num_left:
+                iter(self.plan).load_state_dict(saved)  # refuses another seed or other options at once
         self.num_done, self._num_bad = num_batches, state["num_bad_samples"]
         self._plan_state, self._resumes = saved, True
 
