@@ -22,7 +22,7 @@ from mmlab.errors import DataError
 from mmlab.machine import replace_file
 from mmlab.runs.figures import to_bytes
 from mmlab.runs.folders import COMPARISON_FILES, NUMBERS, folder_now
-from mmlab.runs.summaries import FASTER, FEW_STEPS, are_level
+from mmlab.runs.summaries import FASTER, are_level, base_of, too_short
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -257,26 +257,26 @@ class Comparison:
     @property
     def _too_short(self) -> str:
         """Says that an epoch has too few steps, where it has."""
-        num_steps = min(arm.num_batches for arm in self.arms)
-        return f"an epoch of {num_steps} steps is too short to judge speed" if num_steps < FEW_STEPS else ""
+        return too_short(min(arm.num_batches for arm in self.arms))
 
     @property
     def headline(self) -> str:
         """One sentence: how much faster the fastest scheduler is than `random`, else than the first, else than the next fastest."""
-        best, *others = sorted(self.arms, key=lambda arm: -arm.samples_per_s)
-        first = next((arm for arm in self.arms if arm.scheduler == "random"), self.arms[0])
-        base = others[0] if first is best and others else first
+        ranked = sorted(self.arms, key=lambda arm: -arm.samples_per_s)
+        best = ranked[0]
         given = "At the batch sizes given"
         if self.config["equal"] == "memory":
             given = f"At equal memory ({self.config['memory_limit_bytes'] / 2**20:.0f} MiB a step)"
-        if base is best:
+        if len(ranked) == 1:
             return f"{given}, {best.scheduler} trains {best.samples_per_s:.0f} samples a second"
-        gain = best.samples_per_s / base.samples_per_s
-        level = [arm.scheduler for arm in others if _overlap(best, arm)]
-        but = "their epochs overlap" if base.scheduler in level else self._too_short
-        beside = ", ".join(name for name in level if name != base.scheduler)
+        base = base_of([arm.scheduler for arm in self.arms])
+        rival = ranked[1] if best.scheduler == base else next(arm for arm in ranked if arm.scheduler == base)
+        gain = best.samples_per_s / rival.samples_per_s
+        level = [arm.scheduler for arm in ranked[1:] if _overlap(best, arm)]
+        but = "their epochs overlap" if rival.scheduler in level else self._too_short
+        beside = ", ".join(name for name in level if name != rival.scheduler)
         name = f"{best.scheduler} (level with {beside})" if beside else best.scheduler
-        return f"{given}, {name} trains {gain:.2f} times as many samples/s as {base.scheduler}{but and f', but {but}'}"
+        return f"{given}, {name} trains {gain:.2f} times as many samples/s as {rival.scheduler}{but and f', but {but}'}"
 
     def figure(self) -> Figure:
         """Six panels side by side: waste, throughput, time, memory, cost of each batch, loss over seconds."""

@@ -71,32 +71,26 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
     Args:
         earlier: reference runs; its speed is compared with those of the same scheduler.
     """
-    found, step, device = summarize(run), run.latest("step"), run.latest("device")
+    found = summarize(run)
+    speed, counted = found["samples_per_s"], found["peak_steps"]
     busy = run.utilization()
     busy = busy[np.isfinite(busy)]
-    source = str(device.get("utilization_source", ""))
-    peak, counted, limit = found["peak_bytes"], found["peak_steps"], step.get("limit_bytes")
-    if is_process := step.get("memory_source") == "process RSS":
-        limit = None  # the limit is for tensors, and not comparable with the memory of the whole process
-    if limit is None and not is_process and device.get("memory_source") not in (None, "process RSS"):
-        limit = device.get("memory_total_bytes")
+    on_gpu = run.latest("device").get("utilization_source") == "NVML"
     left_s = progress_of([run]).left_s if run.status in ACTIVE else nan
     of_rank = ", rank 0" if len(run.ranks()) > 1 else ""
     figures = {
-        f"samples/s{of_rank}": found["samples_per_s"] and f"{found['samples_per_s']:.4g}",
+        f"samples/s{of_rank}": speed and f"{speed:.4g}",
         "waste": _per_cent(found["combined_waste"]),
-        "process" if is_process else "peak" if limit is None else "peak / limit": peak
-        and _mib(*filter(None, (peak, limit))),
+        **_peak_of(run, found["peak_bytes"]),
         "peak counted in": 0 < counted < found["steps"] and f"{counted} of {found['steps']} steps",
-        "GPU busy" if source == "NVML" else "CPU busy": _per_cent(busy.mean() if len(busy) else None),
+        "GPU busy" if on_gpu else "CPU busy": _per_cent(busy.mean() if len(busy) else None),
         "waiting": _per_cent(found["data_wait_ratio"]),
         "left": duration(left_s) if isfinite(left_s) else None,
     }
     for before in earlier:
-        speed = summarize(before)["samples_per_s"]
-        if Path(run.name).name == Path(before.name).name and speed and found["samples_per_s"]:
-            gain = 100 * (found["samples_per_s"] / speed - 1)
-            figures[f"over {Path(before.name).parent}"] = f"{gain:+z.0f} %"
+        speed_before = summarize(before)["samples_per_s"]
+        if Path(run.name).name == Path(before.name).name and speed and speed_before:
+            figures[f"over {Path(before.name).parent}"] = f"{100 * (speed / speed_before - 1):+z.0f} %"
     gauges = [
         [f"{now['device']}, rank {rank}", *(now[key] for key in _GAUGED)]
         for rank in run.ranks()
@@ -104,6 +98,19 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
         and (len(run.ranks()) > 1 or now.get("memory_source") != "process RSS")
     ]
     return {"id": run.id, "figures": [item for item in figures.items() if item[1]], "gauges": gauges}
+
+
+def _peak_of(run: RunState, peak: float | None) -> dict[str, str]:
+    """The peak memory, beside its limit where the two can be compared; nothing without a peak."""
+    step, device = run.latest("step"), run.latest("device")
+    if not peak:
+        return {}
+    if step.get("memory_source") == "process RSS":  # limits are for tensors, not for the whole process
+        return {"process": _mib(peak)}
+    limit = step.get("limit_bytes")
+    if limit is None and device.get("memory_source") not in (None, "process RSS"):
+        limit = device.get("memory_total_bytes")
+    return {"peak": _mib(peak)} if limit is None else {"peak / limit": _mib(peak, limit)}
 
 
 def headlines_of(runs: Sequence[RunState], begins: bool = False) -> dict[str, Any]:

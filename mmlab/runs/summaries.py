@@ -9,7 +9,7 @@ Costs: a row takes about a millisecond (of 100,000 steps ten), the figure a tent
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -180,29 +180,29 @@ def verdict_of(runs: Iterable[RunState]) -> str:
         """(2, E) samples/s of two runs in the epochs that both have finished."""
         return np.array([*zip(found[one][1], found[other][1], strict=False)]).T
 
-    rival = "random" if "random" in found else next(iter(found))
-    ranked = sorted(found, key=lambda name: np.divide(*np.median(paired(rival, name), axis=1)))
-    place = "the next fastest, " if rival == ranked[0] and len(found) > 2 else ""
-    best, rival = ranked[0], ranked[1] if rival == ranked[0] else rival
+    base = base_of(found)
+    ranked = sorted(found, key=lambda name: np.divide(*np.median(paired(base, name), axis=1)))
+    best, second = ranked[:2]
+    rival = second if best == base else base
     fast, slow = paired(best, rival)
     gain, gains = 100 * (np.median(fast) / np.median(slow) - 1), 100 * (fast / slow - 1)
     level = [name for name in ranked[1:] if name != rival and are_level(found[best][1], found[name][1])]
     named = f"{best} (level with {', '.join(level)})" if level else best
+    place = "the next fastest, " if best == base and len(found) > 2 else ""
     spread = f"{gains.min():+z.0f} to {gains.max():+z.0f} % in {len(gains)} paired epochs"
-    ran = [found[name][0] for name in (best, rival)]
     over = f"{named}: {gain:+z.0f} % samples/s over {place}{rival}"
+    ran = [found[name][0] for name in (best, rival)]
     if max(run.first_s for run in ran) > min(run.last_s for run in ran):
-        said = [f"{over}, but they did not take turns: the machine may have been slower for one"]
+        compared = f"{over}, but they did not take turns: the machine may have been slower for one"
     elif len(gains) == 1:
-        said = [f"{over} in one epoch; its noise is not known yet"]
+        compared = f"{over} in one epoch; its noise is not known yet"
     elif are_level(fast, slow):
-        said = [f"epochs overlap: no winner ({best} over {rival}: {spread})"]
+        compared = f"epochs overlap: no winner ({best} over {rival}: {spread})"
     else:
-        said = [f"{over} ({spread})"]
+        compared = f"{over} ({spread})"
     num_steps = min(run.count() // _epochs_done(run) for run in ran)
-    if num_steps < FEW_STEPS:
-        said.append(f"an epoch of {num_steps} steps is too short to judge speed")
     after, before = (summarize(run) for run in ran)
+    said = [compared, too_short(num_steps)]
     padded, left = before["combined_waste"], after["combined_waste"]
     if padded is not None and padded < 0.05:
         said.append(f"{rival} pads {padded:.1%}: little to gain here")
@@ -212,7 +212,17 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     if counted and before["peak_bytes"] and after["peak_bytes"]:
         more = 100 * (after["peak_bytes"] / before["peak_bytes"] - 1)
         said.append("same peak memory" if abs(more) < 2 else f"peak memory {more:+.0f} %")
-    return "; ".join(said)
+    return "; ".join(filter(None, said))
+
+
+def base_of(names: Collection[str]) -> str:
+    """The run that others are compared with: `random`, else the first."""
+    return "random" if "random" in names else next(iter(names))
+
+
+def too_short(num_steps: int) -> str:
+    """Says that an epoch of so few steps is too short to judge speed; empty if it is not."""
+    return f"an epoch of {num_steps} steps is too short to judge speed" if num_steps < FEW_STEPS else ""
 
 
 def are_level(ours: Sequence[float] | NDArray[Any], theirs: Sequence[float] | NDArray[Any]) -> bool:
