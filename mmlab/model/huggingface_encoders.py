@@ -59,10 +59,10 @@ class HuggingFaceImages(ImageEncoder):
         pixels, pixel_mask = fill_grid(pixels, pixel_mask)
         options = self.options | ({"output_hidden_states": True} if num_levels > 1 else {})
         output = self.model(pixel_values=pixels, **options)
-        features, mask = self._with_mask(output.last_hidden_state, pixels, pixel_mask)
+        features, mask = self._with_mask(output.last_hidden_state, pixel_mask)
         return [*_lower(output, num_levels), features], mask
 
-    def _with_mask(self, features: Tensor, pixels: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _with_mask(self, features: Tensor, pixel_mask: Tensor) -> tuple[Tensor, Tensor]:
         if features.dim() == 4:  # convolutional models keep the grid
             # the mask at each cell's first pixel
             mask = F.interpolate(pixel_mask[:, None].float(), features.shape[2:])
