@@ -72,11 +72,13 @@ def work_rate(work: Callable[[], object], num_items: int) -> float:
     return num_items * num_calls / elapsed_s
 
 
-_Piece = tuple[Path, int]  # the file, and the offset of the piece in it
-
-
 def _read_twice(files: Sequence[Path], what: str) -> ReadRates:
-    pieces, can_drop = _at_random(files), hasattr(os, "posix_fadvise")
+    # pieces in random order, each at most once, as many as may be read
+    starts = list(accumulate((-(-path.stat().st_size // _PIECE_BYTES) for path in files), initial=0))
+    numbers = random.Random(0).sample(range(starts[-1]), min(starts[-1], _READ_BYTES // _PIECE_BYTES))
+    places = [(number, bisect_right(starts, number) - 1) for number in numbers]
+    pieces = [(files[place], (number - starts[place]) * _PIECE_BYTES) for number, place in places]
+    can_drop = hasattr(os, "posix_fadvise")
     for path in files if can_drop else ():
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -87,17 +89,8 @@ def _read_twice(files: Sequence[Path], what: str) -> ReadRates:
     return ReadRates(what=what, num_files=num_files, num_bytes=num_bytes, cold_s=cold_s, warm_s=warm_s)
 
 
-def _at_random(files: Sequence[Path]) -> list[_Piece]:
-    """Pieces of files in random order, each at most once, as many as may be read."""
-    # the number of each file's first piece, and of all pieces
-    starts = list(accumulate((-(-path.stat().st_size // _PIECE_BYTES) for path in files), initial=0))
-    numbers = random.Random(0).sample(range(starts[-1]), min(starts[-1], _READ_BYTES // _PIECE_BYTES))
-    places = [(number, bisect_right(starts, number) - 1) for number in numbers]
-    return [(files[place], (number - starts[place]) * _PIECE_BYTES) for number, place in places]
-
-
-def _read(pieces: Sequence[_Piece]) -> tuple[int, int, float]:
-    """Read pieces for two seconds at most; gives how many, their bytes, and the seconds."""
+def _read(pieces: Sequence[tuple[Path, int]]) -> tuple[int, int, float]:
+    """Read pieces, each from an offset in a file, for two seconds at most; gives how many, their bytes, and the seconds."""
     num_pieces, num_bytes, started = 0, 0, time.perf_counter()
     for path, start in pieces:
         with open(path, "rb", buffering=0) as file:

@@ -90,7 +90,7 @@ class LossModel(nn.Module):
         check_name("kind of labels", self.labels, ("batch", "text", "masked"))
         self.shifts_labels = self.labels == "text" and not getattr(config, "is_encoder_decoder", False)
         tokenizer = getattr(processor, "tokenizer", processor)
-        self.mask_id = getattr(tokenizer, "mask_token_id", None)
+        self.mask_id: Any = getattr(tokenizer, "mask_token_id", None)
         self.special_ids = tuple(sorted(getattr(tokenizer, "all_special_ids", ())))
         if self.labels == "masked" and self.mask_id is None:
             raise OptionError(
@@ -105,8 +105,11 @@ class LossModel(nn.Module):
         self.patch = _pair(getattr(image_config, "patch_size", None)) or (1, 1)
         reads_text = "input_ids" in self.accepted or self.labels == "text"
         text_config = _first(config, "text_config", "decoder") if reads_text else None
-        self.max_tokens = getattr(text_config, "max_position_embeddings", None)
+        self.max_tokens: Any = getattr(text_config, "max_position_embeddings", None)
         self.num_words = getattr(text_config, "vocab_size", None)  # token ids that it knows
+        # SigLIP reads the last position, of texts that are all padded to one length; it does not mask the padding
+        self._is_siglip = getattr(text_config, "model_type", None) == "siglip_text_model"
+        self._pad_id: Any = getattr(tokenizer, "pad_token_id", getattr(text_config, "pad_token_id", None))
         self._interpolates = "interpolate_pos_encoding" in _takes(getattr(module, "encoder", None))
 
     @property
@@ -138,7 +141,7 @@ class LossModel(nn.Module):
             DataError: the module gave no loss, or a text is too long for it.
             OptionError: the module takes images of one size, and these have another.
         """
-        values = self._arguments(batch)
+        values, name = self._arguments(batch), type(self.module).__name__
         try:
             output = self.module(**values)
         except (ValueError, RuntimeError) as error:
@@ -149,7 +152,7 @@ class LossModel(nn.Module):
                 raise
             height, width = self.image_size
             raise OptionError(
-                f"{type(self.module).__name__} takes images of {height} x {width} pixels, the batch has {size[0]} x "
+                f"{name} takes images of {height} x {width} pixels, the batch has {size[0]} x "
                 f"{size[1]} ({first_line(error)}); use the image policy square:{height}"
             ) from error
         if isinstance(output, Tensor):
@@ -159,16 +162,13 @@ class LossModel(nn.Module):
         loss = getattr(output, "loss", None)
         if loss is None:
             has_labels = self.labels != "batch" or batch.labels is not None
-            had = [name for name in OFFERED if name != "labels" or has_labels]
+            had = [each for each in OFFERED if each != "labels" or has_labels]
             returned = ", ".join(output) if isinstance(output, dict) else type(output).__name__
             raise DataError(
-                f"{type(self.module).__name__} returned no loss but {returned}; it takes {', '.join(self.accepted)}, "
-                f"the batch has {', '.join(had)}"
+                f"{name} returned no loss but {returned}; it takes {', '.join(self.accepted)}, the batch has {', '.join(had)}"
             )
         if loss.numel() != 1:
-            raise DataError(
-                f"{type(self.module).__name__} returned a loss of shape {tuple(loss.shape)}; expected one mean"
-            )
+            raise DataError(f"{name} returned a loss of shape {tuple(loss.shape)}; expected one mean")
         return output
 
     def _arguments(self, batch: Batch) -> dict[str, Any]:
@@ -189,7 +189,11 @@ class LossModel(nn.Module):
             "bool_masked_pos": lambda: self._hidden_patches(batch),
             **dict.fromkeys(_ALSO, lambda: True),
         }
-        if "input_ids" not in self.accepted:  # an image model's `attention_mask` is not the text's
+        if self._is_siglip:
+            input_ids = input_ids.masked_fill(~batch.attention_mask, self._pad_id)
+            input_ids = F.pad(input_ids, (0, self.max_tokens - input_ids.shape[1]), value=self._pad_id)
+        # an image model's `attention_mask` is not the text's
+        if "input_ids" not in self.accepted or self._is_siglip:
             del makers["attention_mask"]
         values = {name: makers[name]() for name in self.accepted if name in makers}
         return values | {"interpolate_pos_encoding": True} if self._interpolates else values
@@ -222,7 +226,6 @@ class LossModel(nn.Module):
     def _hide(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Ids with the mask token at the hidden positions, and labels for those alone."""
         _, _, hidden = draw_hidden(can_hide(batch, self.special_ids), self.mask_ratio, self._generator(batch))
-        assert self.mask_id is not None
         ids = batch.input_ids
         return ids.masked_fill(hidden, self.mask_id), ids.masked_fill(~hidden, IGNORED)
 

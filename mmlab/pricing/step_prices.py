@@ -170,11 +170,7 @@ def price_model(
 
 
 def price_dataset(
-    model: ConversationModel,
-    dataset: ConversationDataset,
-    *,
-    num_workers: int | None = None,
-    **setting: Any,
+    model: ConversationModel, dataset: ConversationDataset, *, num_workers: int | None = None, **setting: Any
 ) -> tuple[MemoryModel, TimeModel]:
     """Bytes and seconds of steps of mmlab's own trainer, on the model's device; its weights do not change.
 

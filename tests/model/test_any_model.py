@@ -214,6 +214,23 @@ def test_a_models_own_processor_makes_the_same_pixels_and_trains(kind, records, 
     assert history[-1]["loss"] < history[0]["loss"]
 
 
+@pytest.mark.parametrize("rows", [slice(0, 3), slice(0, 1)])
+def test_siglip_reads_a_text_as_its_own_processor_pads_it_whatever_else_is_in_the_batch(rows, tokenizer):
+    from transformers import SiglipConfig, SiglipModel
+
+    text = {"vocab_size": len(tokenizer), "max_position_embeddings": 16, "projection_size": 16, **SMALL}
+    vision = {"image_size": SIDE, "patch_size": 16, **SMALL}
+    module = SiglipModel(SiglipConfig(text_config=text, vision_config=vision))
+    model = LossModel(module, processor=tokenizer)
+    batch = make_batch([(4, SIDE, SIDE), (9, SIDE, SIDE), (6, SIDE, SIDE)]).part(rows)
+    padded = torch.full((len(batch), 16), tokenizer.pad_token_id)
+    padded[:, : batch.shape.num_tokens][batch.attention_mask] = batch.input_ids[batch.attention_mask]
+    wanted = module(input_ids=padded, pixel_values=model._pixels(batch), return_loss=True)
+    found = model(batch)
+    torch.testing.assert_close(found.text_embeds, wanted.text_embeds)
+    torch.testing.assert_close(found.loss, wanted.loss)
+
+
 @pytest.mark.parametrize("mask_ratio", [2.0, -0.1, "x", float("nan")])
 def test_a_share_of_hidden_tokens_out_of_range_is_refused(mask_ratio, records):
     with pytest.raises(OptionError, match="mask_ratio must be"):

@@ -165,19 +165,15 @@ def _rows_of_shard(shard: Path, root: Path) -> Iterator[Row]:
         for key, parts in samples.items():
             entry = repeated.get(key) or _entry(file, parts)
             if isinstance(entry, dict):
-                image = _image_of(parts)
+                suffixes = [suffix for suffix in parts if suffix.rpartition(".")[2] in IMAGE_SUFFIXES]
+                # `jpg` before a compound suffix such as `small.jpg`
+                image = parts[min(suffixes, key=lambda suffix: suffix.count("."))] if suffixes else None
                 inside = image and image.name.replace("::", ":")
                 place = image and f"{path}::{inside}@{image.offset}+{image.num_bytes}"
                 entry |= {"image": place, "id": f"{name}/{key}", "split": entry.get("split") or split}
             yield from rows_of_entry(f"{name}: {key}", entry, {column: column for column in SYNONYMS})
     if damage:
         yield Row(name, None, None, problem=damage)
-
-
-def _image_of(parts: Mapping[str, Member]) -> Member | None:
-    """The sample's image: `jpg` before a compound suffix such as `small.jpg`."""
-    suffixes = [suffix for suffix in parts if suffix.rpartition(".")[2] in IMAGE_SUFFIXES]
-    return parts[min(suffixes, key=lambda suffix: suffix.count("."))] if suffixes else None
 
 
 def _entry(file: BinaryIO, parts: Mapping[str, Member]) -> dict[str, Any] | str:

@@ -117,7 +117,6 @@ def make_rows(
     dataset: MultimodalDataset, rows: Sequence[int], threads: int = 1, *, progress: bool
 ) -> dict[str, Any]:
     """Decode the images of these rows that the cache lacks; the outcome can be written as JSON."""
-    assert dataset.cache is not None
 
     def make(block: Sequence[int]) -> tuple[int, list[str]]:
         num_made, bad = 0, []
