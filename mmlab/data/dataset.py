@@ -84,6 +84,7 @@ class MultimodalDataset(Dataset[Sample]):
             own = getattr(processor, "tokenizer", None if hasattr(processor, "do_normalize") else processor)
             image_policy, tokenizer = image_policy or processor_policy(processor), tokenizer or own
             max_tokens = min(max_tokens, getattr(own, "model_max_length", max_tokens))
+        self.image_processor = getattr(processor, "image_processor", processor)
         tokenizer = tokenizer or "builtin"
         if isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(tokenizer, records=records)

@@ -97,7 +97,8 @@ class LossModel(nn.Module):
                 f"{type(module).__name__} predicts hidden tokens and needs the tokenizer's mask token: "
                 "LossModel(module, processor=...) with a processor or tokenizer that has one, or labels='text'"
             )
-        mean, std = _normalisation(getattr(processor, "image_processor", processor))
+        self.normalisation = normalisation_of(getattr(processor, "image_processor", processor))
+        mean, std = self.normalisation
         self.register_buffer("pixel_mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(std).view(3, 1, 1), persistent=False)
         image_config = _first(config, "vision_config", "image_config", "encoder")
@@ -268,7 +269,7 @@ def _text_labels(batch: Batch | HostColumns) -> Tensor:
     return batch.input_ids.masked_fill(~batch.attention_mask, IGNORED)
 
 
-def _normalisation(images: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def normalisation_of(images: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and deviation, of pixels in [0, 1], that an image processor takes; CLIP's without one."""
     if not hasattr(images, "do_normalize"):
         return CLIP_MEAN, CLIP_STD

@@ -15,7 +15,7 @@ from torch.utils import _pytree
 
 from mmlab.errors import DataError, OptionError, RunError
 from mmlab.model.fusion_model import FusionOutput
-from mmlab.model.huggingface import LossModel
+from mmlab.model.huggingface import LossModel, normalisation_of
 from mmlab.model.masking import can_hide, num_hidden
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.masked_language import MaskedLanguage
@@ -42,10 +42,16 @@ class Vocabulary(NamedTuple):
         return cls(getattr(loader, "vocabulary", None), tuple(getattr(records, "label_names", ())))
 
 
-def check_vocabulary(trainer: TrainerSetup, loader: Any) -> None:
-    """Raise OptionError if token ids or labels that the model reads stand for other things than in training."""
+def check_meaning(trainer: TrainerSetup, loader: Any) -> None:
+    """Raise OptionError if the model reads token ids or labels that stand for other things than in training, or pixels that
+    it normalises in another way than the data set's processor."""
     trained, held_out, model = trainer.vocabulary, Vocabulary.of(loader), trainer.model
     inputs = {*getattr(model, "accepted", ("batch",))}
+    images = getattr(getattr(loader, "dataset", None), "image_processor", None)
+    reads_pixels = "pixel_values" in inputs and hasattr(images, "do_normalize")
+    if reads_pixels and normalisation_of(images) != model.normalisation:
+        remedy = "give LossModel(model, processor=processor), from mmlab.model"
+        raise OptionError(f"pixels are normalised in another way than by {type(images).__name__}: {remedy}")
     differ = None not in (trained.words, held_out.words) and trained.words != held_out.words
     if differ and inputs & {"input_ids", "batch"}:
         remedy = "give MultimodalDataset(held_out, tokenizer=dataset.tokenizer)"

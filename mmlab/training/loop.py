@@ -30,7 +30,7 @@ from torch import Tensor
 from mmlab.errors import DataError, MmlabError, OptionError, check_is, check_numbers
 from mmlab.runs.control import Control
 from mmlab.training.checkpoint.keeping import Checkpoints
-from mmlab.training.evaluation import Vocabulary
+from mmlab.training.evaluation import Vocabulary, check_meaning
 from mmlab.training.losses.base import LossTerms
 from mmlab.training.losses.names import OWN, refuse_bare
 from mmlab.training.randomness import RandomStream
@@ -94,13 +94,15 @@ class FusionTrainer(TrainerSetup):
             DataError: another number of ranks stopped in mid-epoch, and the loader cannot tell which samples are left.
             OptionError: an invalid `num_epochs`; a loader without a length; batches planned for another number of
                 ranks; an epoch without a batch, or without anything to learn from; an `eval_loader` whose tokenizer
-                has other words, or whose labels stand for other classes.
+                has other words, or whose labels stand for other classes; pixels that the model normalises in another
+                way than the data set's processor.
             RunError: as `train_step`.
         """
         if num_epochs != 0:  # a resumed run may have none left
             check_numbers({"num_epochs": num_epochs})
         check_is("checkpoints", checkpoints, "due", "Checkpoints(folder)", optional=True)
         self.vocabulary = Vocabulary.of(loader)
+        check_meaning(self, loader)
         self._check_eval_loader(eval_loader)
         history: deque[StepValues] = deque(maxlen=KEPT_STEPS)
         eval_every = self.options.eval_every

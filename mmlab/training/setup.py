@@ -24,7 +24,7 @@ from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
 from mmlab.runs.meters import LiveBytes
 from mmlab.training.checkpoint.keeping import Checkpoints
-from mmlab.training.evaluation import Vocabulary, check_vocabulary, evaluate, nonfinite_samples
+from mmlab.training.evaluation import Vocabulary, check_meaning, evaluate, nonfinite_samples
 from mmlab.training.losses.base import Objective
 from mmlab.training.losses.contrastive import AllRanksContrastive, over_all_ranks
 from mmlab.training.losses.names import parse_objectives
@@ -282,7 +282,7 @@ class TrainerSetup:
 
     def _check_eval_loader(self, loader: Any) -> None:
         """Raise OptionError for batches that the ranks share already, or whose token ids or labels mean something else."""
-        check_vocabulary(self, loader)
+        check_meaning(self, loader)
         planned_for = getattr(getattr(loader, "scheduler", None), "world_size", 1)
         if self.strategy.world_size > 1 and planned_for > 1:
             raise OptionError(

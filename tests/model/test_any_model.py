@@ -214,6 +214,23 @@ def test_a_models_own_processor_makes_the_same_pixels_and_trains(kind, records, 
     assert history[-1]["loss"] < history[0]["loss"]
 
 
+def test_pixels_normalised_in_another_way_than_by_the_data_sets_processor_are_refused(records):
+    from transformers import SiglipImageProcessor
+
+    words = load_tokenizer("builtin", records=records)
+    processor = SiglipImageProcessor(size={"height": SIDE, "width": SIDE})
+    dataset = MultimodalDataset(records[:8], processor=processor, tokenizer=words)
+    module = MODELS["clip"](words)
+    plain, told = module, LossModel(module, processor=processor)
+    with PlannedLoader(dataset, make_scheduler("random", batch_size=8), num_workers=0) as loader:
+        for train in (FusionTrainer(plain, device="cpu").fit, FusionTrainer(plain, device="cpu").evaluate):
+            with pytest.raises(
+                OptionError, match="in another way than by SiglipImageProcessor: give LossModel"
+            ):
+                train(loader)
+        assert len(FusionTrainer(told, device="cpu").fit(loader)) == 1
+
+
 @pytest.mark.parametrize("rows", [slice(0, 3), slice(0, 1)])
 def test_siglip_reads_a_text_as_its_own_processor_pads_it_whatever_else_is_in_the_batch(rows, tokenizer):
     from transformers import SiglipConfig, SiglipModel
