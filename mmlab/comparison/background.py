@@ -191,7 +191,8 @@ def start_compare(
         for name in ours:
             (folder / name).unlink(missing_ok=True)
     with (folder / LOG).open("wb") as log:
-        call = [sys.executable, "-m", "mmlab.comparison.background"]
+        # unbuffered: the log has all that was printed, however the process ends
+        call = [sys.executable, "-u", "-m", "mmlab.comparison.background"]
         # in a session of its own: interrupting a cell of the notebook must not interrupt the run
         child = subprocess.Popen(call, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
     about = {"process": describe_process(child.pid), "job": job_of(data, schedulers, options)}
@@ -255,6 +256,8 @@ def _child() -> None:
         outcome |= {"status": "failed", "error": type(error).__name__, "message": with_notes(error)}
         outcome["traceback"] = traceback.format_exc()
     replace_file(Path(options["out"]) / OUTCOME, json.dumps(outcome, indent=2))
+    # views show a run that goes on as long as its process does, and tearing down torch takes Python seconds
+    os._exit(0)
 
 
 if __name__ == "__main__":

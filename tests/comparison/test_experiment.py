@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import json
 import os
@@ -587,6 +588,22 @@ def test_errors_of_a_background_run_are_raised_by_wait(tmp_path: Path) -> None:
     assert run.error is not None
     assert "Traceback" in run.error
     assert "nowhere" in (run.folder / "log.txt").read_text()
+
+
+class SlowToEnd:
+    """Data that keep the process that reads them from ending."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return atexit.register, (time.sleep, 120)
+
+
+def test_a_run_has_ended_once_its_outcome_is_written(tmp_path: Path) -> None:
+    """The teardown of torch takes seconds, for which a panel would show a run that goes on."""
+    run = start_compare(SlowToEnd(), out=tmp_path)
+    run.sleep(60)
+    assert run.state == "failed"
+    with pytest.raises(DataError):
+        run.wait()
 
 
 def test_an_error_in_training_names_its_scheduler(
