@@ -253,8 +253,7 @@ class Lab:
         states = self._poll(at_once=True)
         if not states:
             raise RunError(f"{self.state}, no step written yet; press Start or call start() first, or wait")
-        rows = [{"run": name, **summarize(run)} for name, run in states.items()]
-        return pd.DataFrame(rows).set_index("run")
+        return pd.DataFrame([summarize(run) for run in states.values()], index=pd.Index(states, name="run"))
 
     def code(self) -> str:
         """The configuration as a program that starts it and waits."""
@@ -344,6 +343,8 @@ class Lab:
             if found is None or found.state != "running":
                 return None
             self._run = found
+            if self._panel is not None:  # what was in the folder has been moved aside
+                self._panel.list_earlier()
         return self._run
 
     def _poll(self, *, at_once: bool = False) -> dict[str, RunState]:

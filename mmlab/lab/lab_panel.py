@@ -66,20 +66,19 @@ class LabPanel(Panel):
     def list_earlier(self) -> None:
         """Show a checkbox, with the options that differ, for every run moved aside; check the last one."""
         boxes = []
-        aside = [path for path in self.lab.folder.glob(f"*/{PROCESS}") if is_aside(path.parent.name)]
-        for path in sorted(aside, key=os.path.getmtime):
+        found = [path for path in self.lab.folder.glob(f"*/{PROCESS}") if is_aside(path.parent.name)]
+        aside = sorted(found, key=os.path.getmtime)
+        for path in aside:
             name = path.parent.name
             try:
                 told = self.lab.differences(json.loads(path.read_text())["job"])
             except (ValueError, TypeError, LookupError):
                 told = f"{path.name} is damaged, so how it differed is not known"
             said = ": ".join(filter(None, (name, told)))
-            wide = {"width": "auto"}  # else a long description is cut off
-            boxes.append(widgets.Checkbox(description=said, tooltip=name, indent=False, layout=wide))
+            look: Any = {"indent": False, "layout": {"width": "auto"}}  # else a long description is cut off
+            boxes.append(widgets.Checkbox(path == aside[-1], description=said, tooltip=name, **look))
             boxes[-1].observe(self.showing(self._follow), "value")
         self.earlier.children = [widgets.Label("compare with"), *boxes] if boxes else []
-        for box in boxes[-1:]:
-            box.value = True
         self._follow()
 
     def _follow(self) -> None:

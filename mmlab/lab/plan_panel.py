@@ -121,8 +121,7 @@ class PlanExplorer(Panel):
             head += f" Estimated from {len(self._sizes):,} of {self._num_samples:,} samples."
         # a name of the panel would give its table the bars of a saved copy on the page
         self.table.value = f"<p>{head}</p>{style.to_html(table_uuid=str(hash(str(table))))}"
-        drawn = page_png(plan_figure, plans, found.budget, self._photo) if plans else b""
-        show_picture(self.picture, drawn)
+        show_picture(self.picture, page_png(plan_figure, plans, found.budget, self._photo) if plans else b"")
 
 
 def some_images(sizes: SampleSizes, num_samples: int) -> NDArray[np.int64]:

@@ -229,6 +229,22 @@ def is_running(process_id: int) -> bool:
         return False
 
 
+def test_a_panel_offers_to_compare_with_what_another_process_has_moved_aside(tmp_path: Path) -> None:
+    lab = Lab("data/sample", schedulers=("random",), epochs=3, out=tmp_path)
+    panel = lab.panel()
+    assert panel.earlier.children == ()
+    about = {"process": this_process(), "job": job_of(lab.data, ("random",), lab.options)}
+    for folder in (tmp_path / "previous-1", tmp_path):  # as another process leaves it that starts a run
+        folder.mkdir(exist_ok=True)
+        (folder / "process.json").write_text(json.dumps(about))
+    panel.message.value = "epochs must be at least 1"
+    assert lab.state == "running"
+    assert [box.tooltip for box in panel.earlier.children[1:] if box.value] == ["previous-1"]
+    assert panel._followed == [tmp_path, tmp_path / "previous-1"]
+    assert panel.message.value == "epochs must be at least 1", "it stays until it is corrected"
+    panel.close()
+
+
 def test_a_comparison_that_no_lab_started_can_be_opened(scenes: Path, tmp_path: Path) -> None:
     found = compare(scenes, ("random",), out=tmp_path, epochs=1, progress=False, **SMALL)
     lab = Lab.open(tmp_path)
