@@ -204,9 +204,9 @@ def verdict_of(runs: Iterable[RunState]) -> str:
     after, before = (summarize(run) for run in ran)
     said = [compared, too_short(num_steps)]
     padded, left = before["combined_waste"], after["combined_waste"]
-    if padded is not None and padded < 0.05:
+    if padded is not None and max(padded, left or 0.0) < 0.05:
         said.append(f"{rival} pads {padded:.1%}: little to gain here")
-    elif padded and left is not None and round(100 * padded) != round(100 * left):
+    elif padded is not None and left is not None and round(100 * padded) != round(100 * left):
         said.append(f"padding {100 * padded:.0f} → {100 * left:.0f} %")
     counted = all(run.latest("step").get("memory_source") != "process RSS" for run in ran)
     if counted and before["peak_bytes"] and after["peak_bytes"]:

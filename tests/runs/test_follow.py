@@ -497,6 +497,22 @@ def test_no_gain_has_no_sign_of_a_loss() -> None:
     assert "budget over random: +0 to +67 % in 2 paired epochs" in verdict_of(runs)
 
 
+@pytest.mark.parametrize(
+    ("wastes", "said"),
+    [((0.32, 0.02), "padding 2 → 32 %"), ((0.03, 0.02), "budget pads 2.0%: little to gain here")],
+)
+def test_where_the_fastest_run_pads_most_there_is_much_to_gain(
+    wastes: tuple[float, float], said: str
+) -> None:
+    runs = [RunState("random"), RunState("budget")]
+    for run, step_s, waste in zip(runs, (1.0, 1.5), wastes, strict=True):
+        values = {"epoch": 0, "step_s": step_s, "num_samples": 8, "combined_waste": waste}
+        values |= {"padded_tokens": 80, "padded_patches": 20, "text_waste": waste, "image_waste": waste}
+        run.apply([RunEvent("step", step, 0, 0.0, values) for step in range(20)])
+        run.apply([RunEvent("epoch", 19, 0, 0.0, {"epoch": 0})])
+    assert verdict_of(runs).split("; ")[2] == said
+
+
 def test_a_figure_that_cannot_be_written_leaves_the_earlier_file(tmp_path: Path) -> None:
     path, limits = tmp_path / "figure.svg", resource.getrlimit(resource.RLIMIT_FSIZE)
     save_figure(draw_runs({}), path)
