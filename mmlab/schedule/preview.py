@@ -207,7 +207,7 @@ def read_lengths(path: str | Path) -> SampleSizes:
     try:
         os.close(regular(os.fspath(path), os.O_RDONLY))
         if Path(path).suffix == ".parquet":
-            table = pd.read_parquet(path).reset_index(drop=True).astype(str)
+            table = pd.read_parquet(path).reset_index(drop=True)
         else:
             options: Any = {"dtype": str, "na_filter": False, "index_col": False, "skip_blank_lines": False}
             with warnings.catch_warnings():
@@ -231,7 +231,7 @@ def read_lengths(path: str | Path) -> SampleSizes:
         raise DataError(f"{path}: no rows found")
     columns: dict[str, Any] = {}
     for name in wanted:
-        text = table[name].str.strip().str.removesuffix(".0")  # as pandas writes a column with gaps
+        text = table[name].astype(str).str.strip().str.removesuffix(".0")  # as pandas writes a column with gaps
         numbers = text.where(text.str.fullmatch("[0-9]{1,10}"), "-1").astype(np.int64)
         wrong = np.flatnonzero((numbers < 0) | (numbers >= 2**31))
         if len(wrong):
@@ -244,4 +244,6 @@ def read_lengths(path: str | Path) -> SampleSizes:
         raise DataError(f"{path}: line {one_side[0] + 2}: height or width is 0; without an image, both are")
     if "image_id" not in table:
         return SampleSizes(**columns, group=np.arange(len(table)))
-    return SampleSizes(**columns, group=pd.factorize(table["image_id"].replace("", None))[0])  # -1: unknown
+    ids = table["image_id"]
+    known = ids.astype(str).where(ids.notna() & (ids != ""))
+    return SampleSizes(**columns, group=pd.factorize(known)[0])  # -1: unknown
