@@ -29,6 +29,9 @@ from mmlab.types import PATCH
 class ImageEncoder(nn.Module, ABC):
     """The interface of image encoders; each also has `dim`, the width of its features."""
 
+    # mean and deviation of the pixels, in [0, 1], that it was made for; here those of ImageNet
+    normalisation: tuple[tuple[float, ...], tuple[float, ...]] = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
     @abstractmethod
     def levels(self, pixels: Tensor, pixel_mask: Tensor, *, num_levels: int) -> tuple[list[Tensor], Tensor]:
         """(B, 3, H, W) and (B, H, W) to features (B, P, D_l) at evenly spaced depths, and their mask (B, P)."""

@@ -19,12 +19,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mmlab.errors import OptionError, check_name
-from mmlab.model.encoders import ViT
+from mmlab.model.encoders import ImageEncoder, ViT
 from mmlab.model.fusion import Pair, TokenHead, masked_mean
 from mmlab.model.fusions import FUSIONS
 from mmlab.types import Batch
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # of a `FusionModel`, the modules of the image branch
 IMAGE_MODULES = ("image_encoder", "image_head", "fusion.mix_images")
 MAX_LOGIT_SCALE = 100.0  # Radford et al. 2021: beyond it training is unstable
@@ -100,7 +99,8 @@ class FusionModel(nn.Module):
     """Encoders, embeddings and fusion.
 
     Args:
-        image_encoder: (pixels, pixel mask) -> (features (B, P, C), mask (B, P)); has `dim`.
+        image_encoder: (pixels, pixel mask) -> (features (B, P, C), mask (B, P)); has `dim`, and `normalisation` if its
+            pixels are not normalised as ImageNet's.
         text_encoder: (input ids, attention mask) -> features (B, T, C); has `dim`.
         embed_dim: width of the embeddings.
         fusion: a name in `mmlab.model.FUSIONS`.
@@ -145,8 +145,9 @@ class FusionModel(nn.Module):
             None if embedding is None else TokenHead(text_encoder.dim, hidden_dim, num_heads, embedding)
         )
         self.log_logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
-        self.register_buffer("pixel_mean", torch.tensor(IMAGENET_MEAN).view(3, 1, 1), persistent=False)
-        self.register_buffer("pixel_std", torch.tensor(IMAGENET_STD).view(3, 1, 1), persistent=False)
+        mean, std = getattr(image_encoder, "normalisation", ImageEncoder.normalisation)
+        self.register_buffer("pixel_mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
+        self.register_buffer("pixel_std", torch.tensor(std).view(3, 1, 1), persistent=False)
 
     @property
     def is_packed(self) -> bool:

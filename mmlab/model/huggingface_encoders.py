@@ -9,6 +9,7 @@ Legend: B samples, P image positions, T tokens, H x W pixels, D width, V vocabul
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from mmlab.errors import DataError, OptionError, loading_by_name
 from mmlab.model.encoders import ImageEncoder, depths, fill_grid
+from mmlab.model.huggingface import normalisation_of
 from mmlab.model.packing import Segments
 from mmlab.types import PATCH
 
@@ -26,7 +28,8 @@ class HuggingFaceImages(ImageEncoder):
     """Any `transformers` vision model: its last hidden state, class token included.
 
     Args:
-        model: a model object, or a name or path for `AutoModel.from_pretrained`.
+        model: a model object, or a name or path for `AutoModel.from_pretrained`. Pixels are normalised as by the image
+            processor saved with it, or else by ImageNet's mean and deviation.
 
     Raises:
         OptionError: transformers cannot load a model of that name.
@@ -35,6 +38,8 @@ class HuggingFaceImages(ImageEncoder):
     def __init__(self, model: nn.Module | str) -> None:
         super().__init__()
         self.model = _load(model)
+        if name := getattr(self.model, "name_or_path", None):
+            self.normalisation = _saved_normalisation(name) or self.normalisation
         self.dim = _hidden_size(self.model.config)
         self.patch = getattr(self.model.config, "patch_size", None)
         accepted = inspect.signature(self.model.forward).parameters
@@ -148,6 +153,16 @@ def _load(model: Any) -> Any:
         with loading_by_name(f"{model!r} is no encoder that transformers can load"):
             model = AutoModel.from_pretrained(model, trust_remote_code=False)
     return model if model.training else model.train()
+
+
+def _saved_normalisation(name: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Mean and deviation of pixels that the image processor saved with a model takes; None without one."""
+    from transformers import AutoImageProcessor
+
+    with suppress(OSError, ValueError):
+        processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
+        return normalisation_of(processor) if hasattr(processor, "do_normalize") else None
+    return None
 
 
 def _hidden_size(config: Any) -> int:

@@ -198,6 +198,30 @@ def test_pretrained_encoders_load_by_path(tmp_path):
         assert all(module.training for module in built.modules())
 
 
+def test_pixels_are_normalised_as_by_the_image_processor_that_is_saved_with_an_encoder(tmp_path):
+    from transformers import ViTConfig, ViTImageProcessor, ViTModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    ViTModel(ViTConfig(image_size=32, **sizes)).save_pretrained(tmp_path)
+    without = build_model("tiny", vocab_size=50, image_encoder=str(tmp_path))
+    torch.testing.assert_close(without.pixel_mean, build_model("tiny", vocab_size=50).pixel_mean)
+
+    processor = ViTImageProcessor(
+        image_mean=[0.5] * 3, image_std=[0.25] * 3, size={"height": 32, "width": 32}
+    )
+    processor.save_pretrained(tmp_path)
+    pixels = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8)
+    wanted = processor(pixels[0], return_tensors="pt")["pixel_values"]
+    for encoder in (str(tmp_path), ViTModel.from_pretrained(tmp_path)):
+        model, seen = build_model("tiny", vocab_size=50, image_encoder=encoder), []
+        taken = model.image_encoder.model.register_forward_pre_hook(
+            lambda _, args, kwargs, seen=seen: seen.append(kwargs["pixel_values"]), with_kwargs=True
+        )
+        model.encode_image(pixels, torch.ones(1, 32, 32, dtype=torch.bool))
+        taken.remove()
+        torch.testing.assert_close(seen[0], wanted)
+
+
 def test_what_cannot_be_built_says_why():
     with pytest.raises(OptionError, match="unknown model preset 'tny'; did you mean 'tiny'"):
         build_model("tny", vocab_size=50)
