@@ -208,6 +208,10 @@ class _Training:
         train_set, held_out_set = preparation.make_datasets(
             data.path, data, ratios=config.sampling.ratios, seed=options.seed, progress=not bar.disable
         )
+        if config.parallel.strategy == "fsdp" and config.processor is not None and world_size > 1:
+            from mmlab.parallel.fsdp import check_images  # 1.4 s to import
+
+            check_images(train_set.sizes, held_out_set.sizes)
         model = preparation.make_model(config.model, train_set, seed=options.seed)
         objectives = parse_objectives(model, options.objectives, tokenizer=train_set.tokenizer)
         planner, weights, memory = plan_run(

@@ -32,8 +32,24 @@ from mmlab.errors import OptionError
 from mmlab.parallel.reduce import ReduceStrategy
 from mmlab.training.precision import Parts, gradients_of, tensor_norms
 from mmlab.training.strategy import CollectiveFailed, Result
+from mmlab.types import SampleSizes
 
 _BLOCK = re.compile(r"(?:^|\.)(?:blocks|layers?|stages|h)\.\d+$")
+
+
+def check_images(*sizes: SampleSizes) -> None:
+    """Refuse conversations of which only some have an image: a rank whose batch has none would not gather the image encoder.
+
+    Raises:
+        OptionError: some have an image, others not.
+    """
+    has_image = [height > 0 for part in sizes for height in part.height.tolist()]
+    num_without = has_image.count(False)
+    if 0 < num_without < len(has_image):
+        raise OptionError(
+            f"fsdp: {num_without} of {len(has_image)} conversations have no image, and ranks whose batches have none would "
+            "leave the others waiting; use strategy='ddp' or 'reduce', or leave those conversations out"
+        )
 
 
 class FSDPStrategy(ReduceStrategy):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from mmlab.errors import OptionError
 from mmlab.model.presets import build_model
+from mmlab.parallel.fsdp import check_images
 from mmlab.parallel.reduce import ParallelOptions
 from mmlab.parallel.strategies import make_strategy
 from mmlab.training.loop import FusionTrainer
+from mmlab.types import SampleSizes
 from tests.parallel import ranks_compiled, ranks_data_parallel, ranks_sharded
 from tests.ranks import run_ranks
 from tests.training.test_out_of_memory import make_trainer, weights, window
@@ -34,6 +37,18 @@ def test_ranks_that_have_not_joined_are_refused(monkeypatch):
         make_strategy("ddp")
     with pytest.raises(OptionError, match="2 ranks were started without a strategy, and each would train"):
         FusionTrainer(build_model("tiny", vocab_size=50), device="cpu")
+
+
+def test_fsdp_refuses_conversations_of_which_only_some_have_an_image():
+    def sizes(heights: list[int]) -> SampleSizes:
+        return SampleSizes(num_tokens=np.ones(2), height=heights, width=heights, group=np.arange(2))
+
+    with_images, without, mixed = (sizes(heights) for heights in ([16, 32], [0, 0], [0, 16]))
+    check_images(with_images, with_images)
+    check_images(without, without)
+    for parts, count in (((mixed, with_images), 1), ((without, with_images), 2)):
+        with pytest.raises(OptionError, match=f"fsdp: {count} of 4 conversations have no image"):
+            check_images(*parts)
 
 
 def test_in_a_single_process_the_strategy_changes_nothing():
