@@ -70,6 +70,8 @@ def run_on_ranks(
     """
     _check(function, arguments, num_processes)
     redirects = {rank: Std.OUT if shows_progress and rank == 0 else Std.ALL for rank in range(num_processes)}
+    # torch 2.11 does not have this option
+    shutdown: Any = {"shutdown_timeout": _SHUTDOWN_S} if hasattr(LaunchConfig, "shutdown_timeout") else {}
     with tempfile.TemporaryDirectory(prefix="mmlab-ranks-") as folder, _undisturbed():
         config = LaunchConfig(
             min_nodes=1,
@@ -82,7 +84,7 @@ def run_on_ranks(
             max_restarts=0,
             start_method=START_METHOD,
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=redirects),
-            shutdown_timeout=_SHUTDOWN_S,
+            **shutdown,
         )
         before = multiprocessing.active_children()
         # what `train_on` runs, and what plans batches; ranks import any other modules themselves
