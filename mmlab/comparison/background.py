@@ -35,7 +35,7 @@ from mmlab.comparison.result import Comparison, load_comparison
 from mmlab.errors import USER_ERRORS, DataError, OptionError, RunError, with_notes
 from mmlab.machine import describe_process, end_with_parent, find_process, process_runs, share_cores
 from mmlab.runs.control import CONTROL, PHASE, Control, replace_file, send
-from mmlab.runs.folders import COMPARISON_FILES, NUMBERS, exclusive_folder, folder_now, move_earlier_aside
+from mmlab.runs.folders import COMPARISON, COMPARISON_FILES, exclusive_folder, folder_now, move_earlier_aside
 
 _POLL_S = 0.05  # how often a run is looked at while it is waited for
 LOG, PROCESS, OUTCOME = "log.txt", "process.json", "outcome.json"
@@ -122,7 +122,7 @@ class BackgroundRun:
             message, trace = outcome["message"], outcome["traceback"]
             raise RunError(f"the run failed: {message}\n{trace.removeprefix(message)}".strip())
         folder = self.folder_now
-        if not (folder / NUMBERS).exists():
+        if not (folder / COMPARISON).exists():
             raise RunError("the run was stopped before every scheduler had finished an epoch: no result")
         return load_comparison(folder)
 
@@ -153,7 +153,7 @@ class BackgroundRun:
         code = "" if self._child is None else f" with exit code {self._child.returncode}"
         why = "without an error message" if self.folder.is_dir() else f"after {self.folder} was removed"
         kept = ""
-        if (self.folder_now / NUMBERS).exists():
+        if (self.folder_now / COMPARISON).exists():
             kept = f"; load_comparison({str(self.folder)!r}) has the epochs that all schedulers finished"
         message = trace = f"its process ended{code} {why}{kept}"
         with contextlib.suppress(FileNotFoundError):

@@ -40,7 +40,7 @@ from mmlab.loading.loader import default_num_workers
 from mmlab.machine import progress_bar, resolve_device, signals_held, versions
 from mmlab.model.conversation_model import refuse_preset
 from mmlab.runs.control import Control
-from mmlab.runs.folders import COMPARISON_FILES, NUMBERS, TIME_MODEL, exclusive_folder, move_earlier_aside
+from mmlab.runs.folders import COMPARISON, COMPARISON_FILES, TIME_MODEL, exclusive_folder, move_earlier_aside
 from mmlab.runs.summaries import WARMUP_STEPS
 from mmlab.schedule.base import Scheduler
 
@@ -148,7 +148,7 @@ def compare(
         try:
             interrupted = take_turns(runs, setup, progress, room, keep)
         except Exception as error:
-            if folder is not None and (folder / NUMBERS).exists():
+            if folder is not None and (folder / COMPARISON).exists():
                 kept = f"load_comparison({str(folder)!r}) has the epochs that all schedulers finished"
                 error.add_note(kept)
             raise

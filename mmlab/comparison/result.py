@@ -21,7 +21,7 @@ from mmlab.comparison.charts import draw_comparison
 from mmlab.errors import DataError
 from mmlab.machine import replace_file
 from mmlab.runs.figures import to_bytes
-from mmlab.runs.folders import COMPARISON_FILES, NUMBERS, folder_now
+from mmlab.runs.folders import COMPARISON, COMPARISON_FILES, folder_now
 from mmlab.runs.summaries import FASTER, are_level, base_of, too_short
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Comparison:
 
         if self.folder is None:
             return pd.DataFrame()
-        runs = folder_now(self.folder, NUMBERS, lambda text: text == self._text) / "runs"
+        runs = folder_now(self.folder, COMPARISON, lambda text: text == self._text) / "runs"
         if not runs.is_dir():
             return pd.DataFrame()
         events = read_runs(runs)
@@ -320,7 +320,7 @@ class Comparison:
 
     def save_numbers(self, folder: Path) -> None:
         """Write `comparison.json` and `table.csv` only, in milliseconds."""
-        replace_file(folder / NUMBERS, self._text)
+        replace_file(folder / COMPARISON, self._text)
         replace_file(folder / "table.csv", self.table.to_csv())
 
 
@@ -330,7 +330,7 @@ def load_comparison(folder: str | Path) -> Comparison:
     Raises:
         DataError: there is no `comparison.json`, or mmlab did not write it.
     """
-    path = Path(folder) / NUMBERS
+    path = Path(folder) / COMPARISON
     try:
         saved = json.loads(path.read_text())
         if not (arms := [ArmResult(**arm) for arm in saved.pop("arms")]):

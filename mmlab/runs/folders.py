@@ -15,8 +15,8 @@ from mmlab.errors import OptionError
 from mmlab.machine import lock
 
 TIME_MODEL = "time_model.json"
-NUMBERS = "comparison.json"  # of a comparison
-COMPARISON_FILES = (NUMBERS, "table.csv", "figure.png", "report.html", TIME_MODEL, "runs")
+COMPARISON = "comparison.json"
+COMPARISON_FILES = (COMPARISON, "table.csv", "figure.png", "report.html", TIME_MODEL, "runs")
 ASIDE = "previous-"  # files of earlier runs are in previous-1, previous-2, ...
 
 
