@@ -7,6 +7,7 @@ head.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -67,6 +68,24 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
             raise OptionError(f"freeze pattern {pattern!r} matches no parameter; some are {', '.join(known)}")
         for weight in weights:
             weight.requires_grad_(False)
+
+
+def warn_of_evaluation_mode(model: nn.Module) -> None:
+    """Warn if modules of a model in training mode are in evaluation mode, though their weights will be trained.
+
+    Such parts compute without dropout, and batch normalisation does not learn. A frozen part is often meant so.
+    """
+    trained = [
+        name
+        for name, module in model.named_modules()
+        if not module.training and any(weight.requires_grad for weight in module.parameters(recurse=False))
+    ]
+    if model.training and trained:
+        warnings.warn(
+            f"{len(trained)} modules that will be trained, first {trained[0]}, are in evaluation mode and stay in it, for "
+            "instance without dropout; from_pretrained loads models so. If it is not meant, call model.train() first",
+            stacklevel=4,
+        )
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:

@@ -174,3 +174,17 @@ def test_token_ids_that_the_model_does_not_know_are_named():
                 OptionError, match=r"token id \d\d in a model of 20 words: make it with vocab_size"
             ):
                 use(BATCHES)
+
+
+def test_a_part_in_evaluation_mode_whose_weights_are_trained_is_told_at_the_start():
+    def model() -> torch.nn.Module:
+        model = build_model("tiny", vocab_size=50, **TINY)
+        model.image_encoder.eval()  # as a part that from_pretrained gave
+        return model
+
+    with pytest.warns(
+        UserWarning, match=r"modules that will be trained, first image_encoder\..* call model.train\(\)"
+    ):
+        FusionTrainer(model(), device="cpu")
+    FusionTrainer(model(), device="cpu", freeze=["image_encoder.*"])  # its weights stay, so it may be meant
+    FusionTrainer(model().eval(), device="cpu")  # the first step puts all of it into training mode
