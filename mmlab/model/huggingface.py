@@ -26,6 +26,7 @@ from mmlab.types import IGNORED, Batch, HostColumns
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 OFFERED = ("input_ids", "attention_mask", "pixel_values", "pixel_mask", "labels", "batch")
 _ALSO = ("return_loss", "interpolate_pos_encoding")
+_OF_PATCHES = "spatial_shapes"  # optional, but not of images that are cut into patches beforehand, as SigLIP 2's NaFlex takes
 _PATCH_RATIO = 0.4  # of an image's patches are hidden, as in BEiT (Bao et al. 2022, arXiv:2106.08254)
 
 
@@ -248,7 +249,7 @@ def _check_signature(module: nn.Module) -> list[str]:
         parameter.name
         for parameter in parameters.values()
         if parameter.name not in OFFERED + _ALSO
-        and parameter.default is parameter.empty
+        and (parameter.default is parameter.empty or parameter.name == _OF_PATCHES)
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     if missing:

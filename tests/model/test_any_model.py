@@ -334,6 +334,15 @@ def test_a_signature_that_asks_for_more_says_what_there_is():
         LossModel(Boxes())
 
 
+def test_a_model_of_images_cut_into_patches_is_refused_before_its_first_step():
+    from transformers import Siglip2Config, Siglip2Model
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    text, vision = {"vocab_size": 50, **sizes}, {"num_patches": 16, **sizes}
+    with pytest.raises(OptionError, match=r"Siglip2Model.forward requires spatial_shapes; "):
+        LossModel(Siglip2Model(Siglip2Config(text_config=text, vision_config=vision)))
+
+
 @pytest.mark.filterwarnings("ignore")  # of peft, about transformers
 def test_a_wrapper_of_peft_that_hides_the_signature_names_what_keeps_it(tokenizer):
     peft = pytest.importorskip("peft")
