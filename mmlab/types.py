@@ -117,6 +117,7 @@ class Batch:
     groups: torch.Tensor | None = None  # (B,) int64; equal values share an image
     weights: torch.Tensor | None = None  # (B,) float32; factor of each sample's loss, None: 1 for all
     columns: HostColumns | None = None  # the same masks, tokens, groups and labels on the host
+    pads_images: bool = True  # see `SampleSizes`
 
     def __len__(self) -> int:
         return len(self.record_ids)
@@ -187,6 +188,10 @@ class SampleSizes:
 
     Sizes are those after the image policy: what the model will see.
 
+    Args:
+        pads_images: whether a batch pads images to the largest. If not, as in Qwen2-VL, which lays the patches of all
+            images end to end, height counts: it is `PATCH` times the number of patches, and that of a batch is the mean.
+
     Raises:
         ValueError: columns of different length, or a size that is not a whole number from 0 to 2^31 - 1.
     """
@@ -195,9 +200,10 @@ class SampleSizes:
     height: NDArray[np.int32]  # (N,) pixels
     width: NDArray[np.int32]  # (N,) pixels
     group: NDArray[np.int64]  # (N,) samples of one image share a value
+    pads_images: bool = True
 
     def __post_init__(self) -> None:
-        columns = {name: np.asarray(getattr(self, name)) for name in self.__slots__}
+        columns = {name: np.asarray(getattr(self, name)) for name in SIZE_COLUMNS}
         if len({len(column) for column in columns.values()}) > 1:
             found = ", ".join(f"{name} {len(column)}" for name, column in columns.items())
             raise ValueError(f"columns must have one length, found {found}")
@@ -231,9 +237,15 @@ class SampleSizes:
     def take(self, rows: Sequence[int] | NDArray[np.integer]) -> SampleSizes:
         """The rows asked for, in that order."""
         rows = np.asarray(rows, dtype=None if len(rows) else np.int64)
-        return SampleSizes(**{name: getattr(self, name)[rows] for name in self.__slots__})
+        return replace(self, **{name: getattr(self, name)[rows] for name in SIZE_COLUMNS})
 
 
+def mean_height(total: Any, count: Any) -> Any:
+    """Height of a batch of images that are not padded, from their sum: a whole number of patches, rounded up."""
+    return PATCH * -(-total // (PATCH * count))
+
+
+SIZE_COLUMNS = ("num_tokens", "height", "width", "group")
 IGNORED = -100  # a label that no loss counts, as in transformers
 PATCH = 16  # pixels; the grid in which image waste is counted
 

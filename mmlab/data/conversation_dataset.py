@@ -22,7 +22,7 @@ from mmlab.data.conversation_sizes import answer_tokens, conversation_sizes
 from mmlab.data.conversations import Conversations, decode
 from mmlab.data.records import reading_image
 from mmlab.errors import DataError
-from mmlab.types import IGNORED, Batch, HostColumns, SampleSizes
+from mmlab.types import IGNORED, Batch, HostColumns, SampleSizes, mean_height
 
 
 @dataclass(kw_only=True, repr=False)
@@ -30,9 +30,9 @@ class ConversationBatch(Batch):
     """A batch whose tensors are the arguments of a vision-language model.
 
     The images are in `inputs`: `pixel_values` (B, 0, H, W) is empty and only carries the planned shape, that
-    of the sample with the most patches. The `labels` of `columns`, (B, T), are those of the answers. For an
-    encoder-decoder, `input_ids` are the question, padded to the longest of the data set, followed by the
-    answer.
+    of the sample with the most patches or, where the processor does not pad images, of the mean. The `labels` of
+    `columns`, (B, T), are those of the answers. For an encoder-decoder, `input_ids` are the question, padded to the
+    longest of the data set, followed by the answer.
     """
 
     inputs: dict[str, Tensor] = field(default_factory=dict)  # what the model is called with, by name
@@ -159,14 +159,16 @@ class ConversationDataset(Dataset[Sample]):
             groups=None,
             labels=labels,
         )
+        height = sizes.height.max() if sizes.pads_images else mean_height(columns.height.sum(), len(rows))
         return ConversationBatch(
-            pixel_values=torch.empty(len(rows), 0, int(sizes.height.max()), int(sizes.width.max())),
+            pixel_values=torch.empty(len(rows), 0, int(height), int(sizes.width.max())),
             pixel_mask=torch.empty(len(rows), 0),
             input_ids=input_ids,
             attention_mask=there,
             labels=None,
             record_ids=[self.records.ids[row] for row in rows],
             columns=columns,
+            pads_images=sizes.pads_images,
             inputs=inputs,
             rows=rows,
             dataset=self,

@@ -40,16 +40,25 @@ class ConversationSizes(NamedTuple):
     num_tokens: NDArray[np.int32]  # (N,) in the language model's sequence, image tokens included; see above
     num_image_tokens: NDArray[np.int32]  # (N,) those of them that images take
     num_patches: NDArray[np.int32]  # (N,) patches of the vision tower, or tiles if the processor counts those
+    pads_images: Any = True  # whether a batch has as many patches for each sample as for the largest
+
+    @property
+    def work(self) -> NDArray[np.int32]:
+        """(N,) what a sample costs the vision tower: the number of patches or, if the processor counts tiles, of image
+        tokens, which is proportional to it.
+        """
+        return np.maximum(self.num_patches, self.num_image_tokens)
 
     def sizes(self) -> SampleSizes:
-        """The planner's columns: the sequence counts as text, the vision tower's work as image patches.
-
-        That work is the number of patches or, if the processor counts tiles, of image tokens, which is
-        proportional to it.
-        """
-        work = np.maximum(self.num_patches, self.num_image_tokens)
-        height, width = PATCH * work, np.where(work > 0, PATCH, 0)
-        return SampleSizes(num_tokens=self.num_tokens, height=height, width=width, group=np.arange(len(work)))
+        """The planner's columns: the sequence counts as text, the vision tower's work as image patches."""
+        height, width = PATCH * self.work, np.where(self.work > 0, PATCH, 0)
+        return SampleSizes(
+            num_tokens=self.num_tokens,
+            height=height,
+            width=width,
+            group=np.arange(len(height)),
+            pads_images=bool(self.pads_images),
+        )
 
 
 def conversation_sizes(
@@ -79,6 +88,7 @@ def conversation_sizes(
         with suppress(OSError, ValueError, TypeError, EOFError, BadZipFile), np.load(path) as saved:
             return ConversationSizes(**saved)
     found = _sizes(conversations, processor, progress)
+    found = found._replace(pads_images=_pads_images(conversations, processor, found.work))
     if is_encoder_decoder(processor):
         answers = [len(answer) for answer in answer_tokens(processor, conversations.messages)]
         found = found._replace(num_tokens=found.num_tokens.max(initial=0) + np.array(answers, dtype=np.int32))
@@ -221,15 +231,35 @@ def _sizes(conversations: Conversations, processor: Any, progress: bool) -> Conv
     return ConversationSizes(*np.ascontiguousarray(measured.reshape(-1, 3).T))
 
 
+def _pads_images(conversations: Conversations, processor: Any, work: NDArray[np.int32]) -> bool:
+    """Whether the images of a batch take more numbers than those of its samples one by one.
+
+    Tried on the samples with the least and the most work; where that fails, a batch counts as padded, which is never
+    too little.
+    """
+    with_images = np.flatnonzero(work)
+    if not len(with_images):
+        return True
+    least, most = (int(with_images[find(work[with_images])]) for find in (np.argmin, np.argmax))
+
+    def num_values(*rows: int) -> int:
+        output = _on_blank_images(conversations, processor, rows)
+        return sum(
+            value.numel()
+            for value in output.values()
+            if hasattr(value, "numel") and value.is_floating_point()
+        )
+
+    try:
+        return num_values(least, most) > num_values(least) + num_values(most)
+    except Exception:  # processors raise nearly anything, for instance where they have no token to pad with
+        return True
+
+
 def _measured(conversations: Conversations, processor: Any, row: int) -> tuple[int, int, int]:
     """Tokens, image tokens and images of a row, from a call of the processor on blank images."""
-    from PIL import Image
-
-    messages = conversations.messages[row : row + 1]
-    images = [Image.new("RGB", (wide, high)) for high, wide in conversations.image_sizes[row]]
     try:
-        inputs = processor_inputs(processor, messages)
-        output = processor(images=[images] if images else None, return_tensors="pt", **inputs)
+        output = _on_blank_images(conversations, processor, [row])
     except OptionError:
         raise
     except Exception as error:  # processors raise nearly anything
@@ -238,8 +268,20 @@ def _measured(conversations: Conversations, processor: Any, row: int) -> tuple[i
     if "input_ids" not in output:
         raise OptionError(f"{type(processor).__name__} makes no input_ids, but {', '.join(output)}")
     num_tokens = len(output["input_ids"][0])
-    of_text = int(_count_tokens(processor, messages, progress=False)[0])
-    return num_tokens, max(0, num_tokens - of_text), len(images)
+    of_text = int(_count_tokens(processor, [conversations.messages[row]], progress=False)[0])
+    return num_tokens, max(0, num_tokens - of_text), len(conversations.image_sizes[row])
+
+
+def _on_blank_images(conversations: Conversations, processor: Any, rows: Sequence[int]) -> Any:
+    """What the processor makes of these rows, with blank images of their sizes."""
+    from PIL import Image
+
+    sizes = [conversations.image_sizes[row] for row in rows]
+    images = [[Image.new("RGB", (wide, high)) for high, wide in own] for own in sizes]
+    inputs = processor_inputs(processor, [conversations.messages[row] for row in rows])
+    return processor(
+        images=images if any(images) else None, padding=len(rows) > 1, return_tensors="pt", **inputs
+    )
 
 
 def _count_tokens(processor: Any, messages: Sequence[list[Message]], progress: bool) -> NDArray[np.int64]:

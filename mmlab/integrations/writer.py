@@ -184,6 +184,8 @@ class RunWriter(AbstractContextManager["RunWriter"]):
             counts = [batches.totals(column[batches.order]) for column in lengths(sizes, PATCH)]
             number, longest, high, wide = shapes.T
             padded = [number * longest, number * cells(high, PATCH) * cells(wide, PATCH)]
+            if not sizes.pads_images:
+                padded[1] = counts[1]
             self._counts = np.stack(counts + (counts if self._plan.limits.streams else padded))
             self._bytes = np.zeros(len(shapes)) if self._memory is None else self._plan.costs(self._memory)
         start = self._next if start is None else start

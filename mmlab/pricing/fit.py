@@ -29,7 +29,7 @@ from mmlab.pricing.fingerprint import fingerprint
 from mmlab.pricing.memory import MemoryModel
 from mmlab.pricing.probe_batches import ProbeBatches
 from mmlab.pricing.trace import StepTrace, StepTracer
-from mmlab.schedule.cost import batch_costs
+from mmlab.schedule.cost import batch_costs, for_images_of
 from mmlab.types import PATCH, BatchShape
 
 _SIZES = (2, 3, 4, 6, 8, 12, 16)  # samples in a probe
@@ -83,6 +83,8 @@ def fit_memory(
     traces = [tracer(shape) for shape in bar]
     live = _aligned(traces[: len(probes)])
     rows = fit_rows(probes, live, step_peak_bytes=tracer.step_peak_bytes, patch=patch, largest=largest)
+    if dataset is not None:
+        rows = for_images_of(dataset.sizes, rows)
     peaks = np.array([trace.peak_bytes for trace in traces[len(probes) :]])
     return MemoryModel(
         rows=rows,

@@ -34,7 +34,7 @@ from mmlab.pricing.timing import loading_seconds, low_seconds
 from mmlab.runs.folders import TIME_MODEL
 from mmlab.runs.meters import Held, LiveBytes
 from mmlab.schedule.columns import Limits
-from mmlab.schedule.cost import MaxPolynomial, PaddedTokens, batch_costs
+from mmlab.schedule.cost import MaxPolynomial, PaddedTokens, batch_costs, for_images_of
 from mmlab.schedule.dense import DEFAULT_MEAN_SAMPLES
 from mmlab.schedule.plan import BatchPlan
 from mmlab.training.loop import FusionTrainer
@@ -116,6 +116,7 @@ def price_steps(
     low_s, spread_ratio = low_seconds(times)
     seconds = fit_seconds(shapes[:num_probes], low_s[:num_probes])
     needed = fit_polynomial(shapes[:num_probes], peaks[:num_probes])
+    needed = for_images_of(sizes, needed)
     margin = max(1.0, float((peaks / batch_costs(needed, shapes)).max()))
     unseen = shapes[num_probes:]
     return StepPrices(

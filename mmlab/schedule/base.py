@@ -17,7 +17,7 @@ from mmlab.schedule.columns import Block, Ints, Limits
 from mmlab.schedule.epoch import EpochBlocks
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.report import SourceShare
-from mmlab.types import HasSizes, Samples, SampleSizes
+from mmlab.types import SIZE_COLUMNS, HasSizes, Samples, SampleSizes
 
 BLOCK_SIZE = 32768  # samples planned together where an epoch is planned in parts: tens of milliseconds
 
@@ -107,9 +107,8 @@ def sizes_of(samples: Samples) -> SampleSizes:
         return samples
     if isinstance(samples, HasSizes):
         return samples.sizes() if callable(samples.sizes) else samples.sizes  # a property of data sets
-    columns = ("num_tokens", "height", "width", "group")
     try:
-        found = {name: np.array([getattr(record, name) for record in samples]) for name in columns}
+        found: Any = {name: np.array([getattr(record, name) for record in samples]) for name in SIZE_COLUMNS}
     except (AttributeError, TypeError) as error:
         kind = type(samples).__name__
         raise DataError(

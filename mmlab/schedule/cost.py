@@ -8,7 +8,7 @@ and seconds are fitted elsewhere and come as coefficients.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -132,6 +132,21 @@ def batch_costs(cost: CostModel, shapes: NDArray[np.integer]) -> NDArray[np.floa
     polynomial = cost.as_polynomial()
     count, text, height, width = shapes.T
     return polynomial.at(count, text, -(-height // polynomial.patch) * -(-width // polynomial.patch))
+
+
+def for_images_of(sizes: SampleSizes, cost: MaxPolynomial) -> MaxPolynomial:
+    """The cost where a batch's patches are the mean of its samples', as they are not padded (`SampleSizes.pads_images`).
+
+    It is never too low: a sum of squares is at most the largest number times the sum, and what does not grow with the
+    batch, such as the buffers of one image, is priced for the largest image of all.
+    """
+    if sizes.pads_images:
+        return cost
+    most = float(sizes.height.max(initial=0)) / PATCH
+    batch, _, patches = cost.exponents.T
+    linear = np.where(batch > 0, np.minimum(patches, 1), 0)
+    exponents = np.column_stack([cost.exponents[:, :2], linear])
+    return replace(cost, coefficients=cost.coefficients * most ** (patches - linear), exponents=exponents)
 
 
 def costliest_sample(cost: CostModel, sizes: SampleSizes, *, enough: float) -> tuple[int, float]:

@@ -21,7 +21,7 @@ from mmlab.machine import signals_held
 from mmlab.schedule.columns import NO_LIMITS, Block, Ints, Limits, Position, images_apart
 from mmlab.schedule.order import derive_key, permute
 from mmlab.schedule.ranks import split_evenly
-from mmlab.types import SampleSizes
+from mmlab.types import SIZE_COLUMNS, SampleSizes
 
 if TYPE_CHECKING:
     from mmlab.schedule.base import Scheduler
@@ -155,7 +155,7 @@ class EpochBlocks:
         """What must be the same for a state to fit; the checksum is of 100,000 samples at most, in even steps."""
         options, checksum = _fingerprint(self.scheduler), 0
         step = -(-len(self.sizes) // 100_000) or 1
-        columns = [getattr(self.sizes, name) for name in self.sizes.__slots__]
+        columns = [getattr(self.sizes, name) for name in SIZE_COLUMNS]
         for column in columns if self.drawn is None else [*columns, self.drawn]:
             checksum = zlib.crc32(np.ascontiguousarray(column[::step]), checksum)
         about = {"num_samples": len(self.sizes), "seed": self.scheduler.seed, "options": options}

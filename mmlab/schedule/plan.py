@@ -20,7 +20,7 @@ from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.schedule.epoch import EpochBlocks, FixedBatches
 from mmlab.schedule.metrics import lengths
 from mmlab.schedule.report import PlanReport, report_plan
-from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes
+from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes, mean_height
 
 _START = Position(0, 0)
 
@@ -84,10 +84,14 @@ class BatchPlan:
 
     @cached_property
     def shape_columns(self) -> Ints:
-        """(num_batches, 4): batch size, longest text, tallest and widest image of each batch."""
+        """(num_batches, 4): batch size, longest text, tallest (or mean, see `SampleSizes`) and widest image of each batch."""
         batches, sizes = self.columns, self.sizes
         sides = (sizes.num_tokens, sizes.height, sizes.width)
         most = [batches.largest(side[batches.order]).astype(np.int64) for side in sides]
+        if not sizes.pads_images:
+            most[1] = mean_height(
+                batches.totals(sizes.height[batches.order].astype(np.int64)), batches.counts
+            )
         return np.stack([batches.counts, *most], axis=1)
 
     @cached_property

@@ -106,7 +106,8 @@ def measure_padding(batches: Sequence[Batch], *, packed: bool = False) -> dict[s
         patches += batch.host.num_patches
         padded_tokens += shape.batch_size * shape.num_tokens
         # the negations round the divisions up
-        padded_patches += shape.batch_size * -(-shape.height // PATCH) * -(-shape.width // PATCH)
+        rectangle = shape.batch_size * -(-shape.height // PATCH) * -(-shape.width // PATCH)
+        padded_patches += rectangle if batch.pads_images else batch.host.num_patches
     if packed:
         padded_tokens, padded_patches = tokens, patches
     return padding_values(tokens, patches, padded_tokens, padded_patches)

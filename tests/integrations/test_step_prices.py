@@ -15,11 +15,12 @@ from mmlab.data import ConversationCollator, conversation_sizes
 from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.errors import OptionError
 from mmlab.model import ConversationModel
-from mmlab.pricing import price_model, price_steps
+from mmlab.pricing import fit_memory, price_model, price_steps
 from mmlab.pricing.probe_batches import ProbeBatches
 from mmlab.pricing.trace import StepTracer
 from mmlab.runs.meters import LiveBytes
 from mmlab.schedule import make_scheduler
+from mmlab.schedule.plan import BatchPlan
 from mmlab.training.loop import FusionTrainer
 from mmlab.types import BatchShape
 from tests.integrations.test_conversations import conversations, folder  # noqa: F401
@@ -124,6 +125,33 @@ def test_the_bytes_of_a_step_are_known_without_taking_it(name: str, folder: Path
     with LiveBytes().add(trainer.model, trainer.optimizer, *batch.tensors()) as live:
         trainer.train_step([batch])
     assert trace.peak_bytes == pytest.approx(live.peak_bytes, rel=0.005)
+
+
+@pytest.mark.parametrize(("attention", "most"), [("sdpa", 1.01), ("eager", 1.2)])
+def test_images_that_are_not_padded_are_priced_by_the_patches_that_a_batch_has(
+    attention: str,
+    most: float,
+    folder: Path,  # noqa: F811
+) -> None:
+    processor, network = build("Qwen2-VL")
+    network.set_attn_implementation(attention)
+    dataset = ConversationDataset(conversations(folder, one_answer=False), processor, progress=False)
+    model, sizes = ConversationModel(network), dataset.sizes
+    memory = fit_memory(model, dataset=dataset, device="cpu", num_held_out=0, progress=False)
+    by_size = np.argsort(sizes.height)
+    unlike = [*by_size[1:5].tolist(), int(by_size[-1])]  # one large image among small ones
+    batch = dataset.collate([dataset[row] for row in unlike])
+    trainer = FusionTrainer(model, lr=0.0, device="cpu")
+    assert trainer.train_step([batch])["image_waste"] == 0
+    with LiveBytes().add(trainer.model, trainer.optimizer, *batch.tensors()) as live:
+        trainer.train_step([batch])
+    plan = BatchPlan.from_batches([unlike], sizes)
+    assert plan.shapes == [batch.shape]
+    assert plan.report().image_waste == 0
+    assert 0.999 < plan.costs(memory)[0] / live.peak_bytes < most
+    padded = BatchPlan.from_batches([unlike], replace(sizes, pads_images=True))
+    assert padded.costs(memory)[0] > 1.2 * live.peak_bytes
+    assert padded.report().image_waste > 0.4
 
 
 def test_what_cannot_be_priced_is_refused(folder: Path) -> None:  # noqa: F811

@@ -1,5 +1,7 @@
 """Cost models: one formula by shape, by array and in a planner; errors name what is wrong."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,9 +13,10 @@ from mmlab.schedule.cost import (
     PaddedTokens,
     batch_costs,
     costliest_sample,
+    for_images_of,
     max_batch_size,
 )
-from mmlab.types import BatchShape
+from mmlab.types import PATCH, BatchShape, SampleSizes
 from tests.schedule.planning import BYTES, PAIRS, make_sizes
 
 shapes = st.builds(BatchShape, *[st.integers(0, 600)] * 4)
@@ -65,6 +68,21 @@ def test_a_patch_without_size_is_refused():
         PaddedTokens(0)
     with pytest.raises(OptionError, match="side of a patch a whole number"):
         MaxPolynomial([1.0], [(1, 1, 0)], patch=0)
+
+
+def test_the_cost_of_mean_patches_is_never_below_that_of_the_samples_one_by_one():
+    rng = np.random.default_rng(0)
+    cost = MaxPolynomial(rng.random((2, 5)), [(0, 0, 0), (0, 0, 2), (1, 0, 1), (1, 0, 2), (1, 1, 1)])
+    for _ in range(20):
+        patches = rng.integers(1, 40, 8)
+        sizes = SampleSizes(
+            num_tokens=[3] * 8, height=PATCH * patches, width=[PATCH] * 8, group=range(8), pads_images=False
+        )
+        bound = for_images_of(sizes, cost).at(8, 3, patches.mean())
+        counts, powers = cost.exponents[:, 0], patches[:, None] ** cost.exponents[:, 2]
+        terms = 3.0 ** cost.exponents[:, 1] * np.where(counts > 0, powers.sum(0), powers.max(0))
+        assert (cost.coefficients @ terms).max() <= bound <= cost.at(8, 3, patches.max()) + 1e-9
+        assert for_images_of(replace(sizes, pads_images=True), cost) is cost
 
 
 def test_the_costliest_sample_is_found_only_where_it_matters():
