@@ -145,9 +145,8 @@ class LateFusion(PooledFusion):
 
     def __init__(self, *dims: int, num_layers: int = 1, **options: int) -> None:
         super().__init__(*dims, num_layers=0, **options)
-        self.image_layers, self.text_layers = (
-            nn.Sequential(*(FeedForward(self.hidden_dim) for _ in range(num_layers))) for _ in range(2)
-        )
+        self.image_layers = nn.Sequential(*(FeedForward(self.hidden_dim) for _ in range(num_layers)))
+        self.text_layers = nn.Sequential(*(FeedForward(self.hidden_dim) for _ in range(num_layers)))
 
     def combine(self, image: Tensor, text: Tensor) -> Tensor:
         """(N, D) and (N, D) to (N, D)."""

@@ -45,7 +45,7 @@ from mmlab.training.setup import TrainerSetup
 from mmlab.training.split import Window, backward_features
 from mmlab.types import Batch
 
-_OF_IMAGES = (*(f"{name}." for name in IMAGE_MODULES), "pixel_")
+_OF_IMAGES = tuple(f"{name}." for name in IMAGE_MODULES)
 # What rank 0 sends to rank 1 for a micro-batch: embedding (B, D), None if rank 1 computes the upper layers; features
 # (B, P, C), None if no objective reads them; mask (B, P).
 _ImagePart = tuple[Tensor | None, Tensor | None, Tensor]
@@ -88,9 +88,8 @@ class BranchStrategy(RanksStrategy):
         self.device, self.objectives, self.precision = trainer.device, trainer.objectives, trainer.precision
         self.model = model.to(self.device)
         self.has_images = self.rank == 0
-        self._features, self._gradients = (
-            Wire(1 - self.rank, distributed.new_group([0, 1]), self) for _ in range(2)
-        )
+        self._features = Wire(1 - self.rank, distributed.new_group([0, 1]), self)
+        self._gradients = Wire(1 - self.rank, distributed.new_group([0, 1]), self)
         self._sends_features = any(type(goal) is not Contrastive for goal in self.objectives.values())
         self._failed = False
         return model

@@ -150,9 +150,8 @@ def predict(
         return min((_branch(costs, network, *pair, cut) for cut in cuts), key=lambda found: found.step_s)
     num_devices = 1 if strategy == "single" else num_devices
     size, gradient_bytes = batch_size / num_micro_batches, sum(costs.gradient_bytes.values())
-    forward_s, backward_s = (
-        sum(line(size) for line in lines.values()) for lines in (costs.forward, costs.backward)
-    )
+    forward_s = sum(line(size) for line in costs.forward.values())
+    backward_s = sum(line(size) for line in costs.backward.values())
     computing_s, update_s = num_micro_batches * (forward_s + backward_s), costs.optimizer_s
     sent_bytes = ring("all_reduce", gradient_bytes, num_devices)[1]
 

@@ -70,9 +70,12 @@ def fit_rows(
 
 
 def held_out_errors(predicted: NDArray[np.floating], found: NDArray[Any]) -> dict[str, float]:
-    """Relative errors of predictions: `p50_ratio`, `p95_ratio` and `max_ratio` of their absolute values,
-    `worst_under_ratio`, the most by which a prediction was too low, and `num_shapes`. Empty without
-    predictions."""
+    """Relative errors of predictions, by name; empty without predictions.
+
+    Returns:
+        `p50_ratio`, `p95_ratio` and `max_ratio` of their absolute values; `worst_under_ratio`, the most by which a
+        prediction was too low; and `num_shapes`.
+    """
     if not len(found):
         return {}
     error = np.asarray(predicted) / np.asarray(found) - 1

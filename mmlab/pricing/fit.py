@@ -143,15 +143,16 @@ def _aligned(traces: Sequence[StepTrace]) -> NDArray[np.int64]:
     """
     counts = [Counter(trace.operations) for trace in traces]
     alike = {name for name, count in counts[0].items() if all(other[name] == count for other in counts)}
-    named = [enumerate(trace.operations) for trace in traces]
-    places = [[0, *(place for place, name in own if name in alike)] for own in named]
-    both = [*zip(traces, places, strict=True)]
-    orders = {tuple(trace.operations[place] for place in own[1:]) for trace, own in both}
+    orders = {tuple(name for name in trace.operations if name in alike) for trace in traces}
     if len(orders) > 1:
         raise OptionError(
             "the order of a step's operations depends on the shape, so there is no closed form: price each shape"
         )
-    return np.stack([np.maximum.reduceat(trace.live_bytes, own) for trace, own in both])
+
+    def begins(trace: StepTrace) -> list[int]:
+        return [0, *(place for place, name in enumerate(trace.operations) if name in alike)]
+
+    return np.stack([np.maximum.reduceat(trace.live_bytes, begins(trace)) for trace in traces])
 
 
 def _most_tokens(model: nn.Module) -> int:

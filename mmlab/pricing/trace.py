@@ -163,6 +163,7 @@ class StepTracer:
         live.reset()
         self.fake.reads.clear()
         with self.fake, live:
+            # what is kept in a variable stays live until it is deleted, as in the trainer
             buckets = self._make_gradients()
             before_bytes = live.current_bytes
             batch = self._batch(shape)
@@ -172,15 +173,18 @@ class StepTracer:
             saved_bytes = live.current_bytes - batch_bytes - before_bytes
             self.precision.backward(loss)
             del loss
+            # which operation made each gradient, before the optimizer's operations follow
             self._learnt = [weight for weight in self.parameters if weight.grad is not None]
             makers, sizes = live.born([weight.grad for weight in self._learnt if weight.grad is not None])
             if not self.static_bytes:
                 self._take_first_step(sum(sizes))
             self.precision.clip_and_step(self.optimizer, {"all": self.parameters}, 1.0)
             del batch, buckets, statistics
+        # now only what stays between steps is live
         self.static_bytes = live.current_bytes
         gradient_bytes = np.bincount(makers, sizes, minlength=len(live.after)).cumsum().astype(np.int64)
         if self._has_gradients:
+            # all throughout, and in the first step more of them than this micro-batch made
             gradient_bytes[:] = before_bytes - self.static_bytes
             self.step_peak_bytes = self._first_step_bytes + int(gradient_bytes[-1]) - sum(sizes)
         return StepTrace(
@@ -276,9 +280,8 @@ class _Trace(LiveBytes):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in tensors_in((out,)):
             self._maker[storage_key(tensor)] = len(self.after)
-        self.after.append(
-            self.current_bytes + (scratch_bytes(func, args, out) if self.device_type == "cuda" else 0)
-        )
+        scratch = scratch_bytes(func, args, out) if self.device_type == "cuda" else 0
+        self.after.append(self.current_bytes + scratch)
         self.operations.append(func)
         self.work.append(work_of(func, args, kwargs or {}, out))
         return out

@@ -135,8 +135,8 @@ class Answers(TorchDispatchMode):
         if place:  # else the training step itself reads it: a gradient norm, a loss scale
             answer = "truth value as False" if dtype == torch.bool else "number as 1"
             self.reads[f"{place} reads a {answer}"] += 1
-        number = int(bool(place) and dtype != torch.bool)
-        return bool(number) if dtype == torch.bool else float(number) if dtype.is_floating_point else number
+        kind = bool if dtype == torch.bool else float if dtype.is_floating_point else int
+        return kind(bool(place) and kind is not bool)
 
     def _forget(self, func: Any, args: Any) -> None:
         """Forget the values of tensors that an operation with unknown inputs wrote to, and of their views."""

@@ -231,9 +231,8 @@ def read_lengths(path: str | Path) -> SampleSizes:
         raise DataError(f"{path}: no rows found")
     columns: dict[str, Any] = {}
     for name in wanted:
-        text = (
-            table[name].astype(str).str.strip().str.removesuffix(".0")
-        )  # as pandas writes a column with gaps
+        # pandas writes ".0" in a column with gaps
+        text = table[name].astype(str).str.strip().str.removesuffix(".0")
         numbers = text.where(text.str.fullmatch("[0-9]{1,10}"), "-1").astype(np.int64)
         wrong = np.flatnonzero((numbers < 0) | (numbers >= 2**31))
         if len(wrong):

@@ -61,9 +61,8 @@ class Contrastive:
         """Sum over the samples of the mean of both directions, in nats."""
         logits = self.logits(output.image_embedding, output.text_embedding, output.logit_scale)
         allowed = negatives(batch)
-        to_text, to_image = (
-            one_way_losses(way, allowed, num_negatives=self.num_negatives) for way in (logits, logits.T)
-        )
+        to_text = one_way_losses(logits, allowed, num_negatives=self.num_negatives)
+        to_image = one_way_losses(logits.T, allowed, num_negatives=self.num_negatives)
         return (0.5 * (to_text + to_image) * sample_weights(batch)).sum()
 
     def logits(self, rows: Tensor, columns: Tensor, logit_scale: Tensor) -> Tensor:
