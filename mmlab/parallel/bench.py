@@ -20,7 +20,7 @@ from mmlab.errors import OptionError, check_name
 from mmlab.machine import cpu_name, num_usable_cores, progress_bar
 from mmlab.model.fusion_model import FusionModel
 from mmlab.model.presets import build_model
-from mmlab.parallel.bench_options import BenchOptions
+from mmlab.parallel.bench_options import ALONE, BenchOptions
 from mmlab.parallel.bench_report import ParallelBench
 from mmlab.parallel.launch import run_on_ranks
 from mmlab.parallel.predict import predict
@@ -36,7 +36,6 @@ from mmlab.types import Batch, BatchShape
 
 VOCAB_SIZE = 30_522  # of bert-base-uncased: its embedding is reduced like any other weight
 OBJECTIVES = ("contrastive", "matching")
-_ALONE = ("one core", "single")  # strategies of one process
 
 
 class Arm(NamedTuple):
@@ -85,7 +84,7 @@ def _make_trainer(options: BenchOptions, rank: int, strategy: Strategy) -> Fusio
 def train_arm(name: str, options: BenchOptions, rank: int, cut: int | None) -> Arm:
     """`FusionTrainer` with a strategy of mmlab, on this rank's share of the samples."""
     strategy = Strategy()
-    if name not in _ALONE:
+    if name not in ALONE:
         asked = ParallelOptions(strategy=name, image_layers=cut if name == "branch" else None)
         strategy = make_strategy(asked)
     trainer = _make_trainer(options, rank, strategy)
@@ -174,10 +173,9 @@ def _measure(options: BenchOptions, arms: Mapping[str, BuildArm], progress: bool
             first = number % len(names)
             for name in names[first:] + names[:first]:
                 bar.set_description(name)
-                if rank == 0 or name not in _ALONE:
-                    turns[name].append(
-                        _turn(options, name, arms[name], rank, plan.image_layers, measures=number == 0)
-                    )
+                if rank == 0 or name not in ALONE:
+                    cut, is_first = plan.image_layers, number == 0
+                    turns[name].append(_turn(options, name, arms[name], rank, cut, measures=is_first))
                 gc.collect()
                 distributed.barrier()
                 bar.update()
@@ -193,7 +191,7 @@ def _turn(
     torch.set_num_threads(options.num_threads(name))
     arm = build(options, rank, cut)
     arm.step()
-    if name not in _ALONE:
+    if name not in ALONE:
         distributed.barrier()
     marks, cpu_s = [clock(device)], time.process_time()
     for _ in range(options.steps):

@@ -8,6 +8,8 @@ from typing import Annotated
 from mmlab.errors import OptionError, check_name, check_numbers
 from mmlab.machine import num_usable_cores, resolve_device
 
+ALONE = ("one core", "single")  # strategies of one process
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:

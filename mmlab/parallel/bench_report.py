@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmlab.loading.stages import as_table
-from mmlab.parallel.bench_options import BenchOptions
+from mmlab.parallel.bench_options import ALONE, BenchOptions
 from mmlab.parallel.predict import STRATEGIES, Network, StepCosts, predict
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
@@ -55,7 +55,7 @@ class ParallelBench:
 
     def _row(self, name: str) -> dict[str, Any]:
         options, ranks, is_cpu = self.options, self.turns[name], self.options.device == "cpu"
-        threads, joins = options.num_threads(name), name not in ("one core", "single")
+        threads, joins = options.num_threads(name), name not in ALONE
         # a step takes as long as on its slowest rank
         steps_s = np.array([[turn["steps_s"] for turn in rank] for rank in ranks]).max(0)  # (rounds, steps)
         step_s = float(np.median(steps_s.mean(1)))

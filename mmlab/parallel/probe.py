@@ -8,8 +8,9 @@ runs. All ranks get the same result.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -120,26 +121,28 @@ def probe_network(device: torch.device) -> Network:
     for size in _MESSAGE_BYTES:
         num = size // 4 // group.world_size * group.world_size
         whole, part = torch.zeros(num, device=device), torch.zeros(num // group.world_size, device=device)
-
-        def there_and_back(whole: torch.Tensor = whole) -> None:
-            if group.rank < 2:
-                for sends in (group.rank == 0, group.rank == 1):
-                    (distributed.send if sends else distributed.recv)(whole, 1 - group.rank)
-
-        for name, run in {
-            "all_reduce": lambda: distributed.all_reduce(whole),  # noqa: B023
-            "all_gather": lambda: distributed.all_gather_into_tensor(whole, part),  # noqa: B023
-            "reduce_scatter": lambda: distributed.reduce_scatter_tensor(part, whole),  # noqa: B023
-            "send": there_and_back,
-        }.items():
+        exchanges: dict[str, Callable[[], object]] = {
+            "all_reduce": partial(distributed.all_reduce, whole),
+            "all_gather": partial(distributed.all_gather_into_tensor, whole, part),
+            "reduce_scatter": partial(distributed.reduce_scatter_tensor, part, whole),
+            "send": partial(_send_and_return, whole, group.rank),
+        }
+        for name, exchange in exchanges.items():
             times = []
             for _ in range(1 + _REPEATS):
                 distributed.barrier()
                 started = clock(device)
-                run()
+                exchange()
                 times.append(math.inf if name == "send" and group.rank > 1 else clock(device) - started)
             # a rank that arrives early waits for the others: the shortest time is the collective's own
             shortest = [-negative for negative in group.largest_of([-seconds for seconds in times[1:]])]
             seconds = median(shortest) / (2 if name == "send" else 1)
             points.setdefault(name, []).append((*ring(name, whole.nbytes, group.world_size), seconds))
     return {name: Line.fit(found) for name, found in points.items()}
+
+
+def _send_and_return(tensor: torch.Tensor, rank: int) -> None:
+    """Rank 0 sends a tensor to rank 1, which sends it back; other ranks do nothing."""
+    if rank < 2:
+        for sends in (rank == 0, rank == 1):
+            (distributed.send if sends else distributed.recv)(tensor, 1 - rank)
