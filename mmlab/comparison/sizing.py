@@ -25,7 +25,7 @@ from mmlab.model.packing import enable_packing
 from mmlab.pricing.equal_memory import EqualMemory
 from mmlab.pricing.fit import fit_memory
 from mmlab.pricing.memory import MemoryModel
-from mmlab.pricing.plan_prices import prices_of
+from mmlab.pricing.plan_prices import StepModels
 from mmlab.pricing.step_prices import packing, peak_of, price_dataset, take_first_step
 from mmlab.pricing.time_model import TimeModel
 from mmlab.pricing.timing import fit_time, loading_seconds, timed_step, timed_trainer
@@ -42,19 +42,12 @@ _TIMED_PACKS, _TIMED_ROUNDS = 5, 4  # packs of pairs that are timed, and how oft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sized:
+class Sized(StepModels):
     """The schedulers, and the models that predict the bytes and seconds of their batches."""
 
     planners: dict[str, Scheduler]
     budget: float | None = None  # padded tokens a batch; None at equal memory
-    memory: CostModel | None = None  # predicts a batch's bytes
     limit_bytes: float | None = None
-    time: TimeModel | None = None  # predicts a batch's seconds
-    packs: tuple[MemoryModel | None, TimeModel] | None = None  # both, for packs; no bytes of packed pairs
-
-    def prices(self, plan: BatchPlan) -> tuple[CostModel | None, TimeModel | None]:
-        """The models that predict bytes and seconds of a plan's batches."""
-        return prices_of(plan, self.memory, self.time, self.packs)
 
 
 def size_schedulers(

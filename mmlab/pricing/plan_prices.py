@@ -31,13 +31,25 @@ _VOCAB_SIZE = 8192  # of a preset: the builtin tokenizer's at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanPrices:
+class StepModels:
+    """The models that predict a step's bytes and seconds, those of packs apart; None where nothing predicts them."""
+
+    memory: Any = None  # a `CostModel` in bytes
+    time: Any = None  # a `TimeModel`
+    packs: tuple[MemoryModel | None, TimeModel] | None = None  # no bytes of packed pairs
+
+    def prices(self, plan: BatchPlan) -> tuple[Any, Any]:
+        """The models for a plan's bytes and seconds; None for the bytes of packs, unless packs were measured."""
+        if plan.limits.streams is None:
+            return self.memory, self.time
+        return self.packs or (None, self.time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPrices(StepModels):
     """Bytes and seconds of a model's steps on one device, for plans of one data set."""
 
-    memory: MemoryModel
-    time: TimeModel
     limit_bytes: float  # the most that the tensors of a step may take
-    packs: tuple[MemoryModel, TimeModel] | None = None  # of packed conversations
     price_per_hour: float | None = None
 
     def figures(self, plan: BatchPlan, num_ranks: int = 1) -> dict[str, float | None]:
@@ -46,7 +58,7 @@ class PlanPrices:
         A packed plan has no `peak_bytes`, unless packs were measured. A plan without a single step has no `epoch_s`, as one
         of batches of one image under a contrastive loss.
         """
-        memory, time = prices_of(plan, self.memory, self.time, self.packs)
+        memory, time = self.prices(plan)
         epoch_s = time.epoch_s(plan, num_ranks=num_ranks) or None
         peak_bytes = None if memory is None else float(plan.costs(memory).max())
         found: dict[str, float | None] = {"epoch_s": epoch_s, "peak_bytes": peak_bytes}
@@ -61,13 +73,6 @@ class PlanPrices:
             f"seconds on {conditions['device']} in {conditions['precision']}: {method}; "
             f"equal memory: a step may take {self.limit_bytes / GIB:.3g} GiB"
         )
-
-
-def prices_of(
-    plan: BatchPlan, memory: Any, time: Any, packs: tuple[MemoryModel | None, TimeModel] | None
-) -> tuple[Any, Any]:
-    """The models for a plan's bytes and seconds; None for the bytes of packs, unless packs were measured."""
-    return (memory, time) if plan.limits.streams is None else packs or (None, time)
 
 
 def side_of_patch(model: str) -> int:
@@ -90,7 +95,6 @@ def price_plans(
     price_per_hour: float | None = None,
     memory_gb: float | None = None,
     epochs: int = 2,
-    progress: bool = True,
     **options: Any,
 ) -> tuple[PlanPrices, dict[str, Scheduler]]:
     """Predict bytes and seconds of a model's steps on a named device, or measure steps here.
@@ -107,7 +111,6 @@ def price_plans(
             on the device at hand.
         memory_gb: limit in GiB on the memory of the process, as for `mmlab memory`.
         epochs: number of epochs that must keep within the limit.
-        progress: say on stderr what is done and how long it takes, and show bars.
         options: of all schedulers, such as the seed.
 
     Returns:
@@ -131,7 +134,7 @@ def price_plans(
             total_bytes = min(total_bytes, round(memory_gb * GIB))
         limit = MemoryLimit(device=named.name, total_bytes=total_bytes, context_bytes=CONTEXT_BYTES[kind])
     usable_bytes = limit.usable_bytes
-    priced: dict[str, Any] = {"precision": precision, "progress": progress}
+    priced: dict[str, Any] = {"precision": precision}
     packs: Any = None
     time: Any = None
     if dataset is not None and not named:
@@ -162,7 +165,7 @@ def price_plans(
             time = predict_time(network, sizes, named, dataset=dataset, **priced)
         else:
             time = fit_time(network, sizes, device=kind, **priced)
-    planners = equal.schedulers(names, baseline, limit_bytes, time=time, packs=packs, progress=progress)
+    planners = equal.schedulers(names, baseline, limit_bytes, time=time, packs=packs, progress=True)
     prices = PlanPrices(
         memory=memory, time=time, limit_bytes=limit_bytes, price_per_hour=price_per_hour, packs=packs
     )
