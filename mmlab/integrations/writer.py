@@ -180,14 +180,13 @@ class RunWriter(AbstractContextManager["RunWriter"]):
             return {"num_batches": num_batches}
         if self._plan is not self.sampler.plan:
             self._plan, self._next = self.sampler.plan, self.sampler.first
-            shapes, sizes, batches = self._plan.shape_columns, self.sampler.sizes, self._plan.columns
-            counts = [batches.totals(column[batches.order]) for column in lengths(sizes, PATCH)]
-            number, longest, high, wide = shapes.T
-            padded = [number * longest, number * cells(high, PATCH) * cells(wide, PATCH)]
-            if not sizes.pads_images:
-                padded[1] = counts[1]
-            self._counts = np.stack(counts + (counts if self._plan.limits.streams else padded))
-            self._bytes = np.zeros(len(shapes)) if self._memory is None else self._plan.costs(self._memory)
+            batches, sizes = self._plan.columns, self.sampler.sizes
+            tokens, patches = map(batches.totals, lengths(sizes, PATCH, batches.order))
+            number, longest, high, wide = self._plan.step_shapes(PATCH).T
+            rectangles = number * cells(high, PATCH) * cells(wide, PATCH)
+            padded_patches = rectangles if sizes.pads_images else patches
+            self._counts = np.stack((tokens, patches, number * longest, padded_patches))
+            self._bytes = np.zeros(len(number)) if self._memory is None else self._plan.costs(self._memory)
         start = self._next if start is None else start
         self._next = start + num_batches
         shapes = self._plan.shape_columns[start : self._next]
