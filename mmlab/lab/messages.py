@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmlab.machine import GIB
-from mmlab.runs.events import RunEvent
+from mmlab.runs.events import PROCESS_RSS, RunEvent
 from mmlab.runs.figures import to_bytes
 from mmlab.runs.folders import is_aside
 from mmlab.runs.follow import ACTIVE, RunState
@@ -95,7 +95,7 @@ def tile_of(run: RunState, earlier: Iterable[RunState] = ()) -> dict[str, Any]:
         [f"{now['device']}, rank {rank}", *(now[key] for key in _GAUGED)]
         for rank in run.ranks()
         if (now := run.latest("device", rank)).keys() >= set(_GAUGED)
-        and (len(run.ranks()) > 1 or now.get("memory_source") != "process RSS")
+        and (len(run.ranks()) > 1 or now.get("memory_source") != PROCESS_RSS)
     ]
     return {"id": run.id, "figures": [item for item in figures.items() if item[1]], "gauges": gauges}
 
@@ -105,10 +105,10 @@ def _peak_of(run: RunState, peak: float | None) -> dict[str, str]:
     step, device = run.latest("step"), run.latest("device")
     if not peak:
         return {}
-    if step.get("memory_source") == "process RSS":  # limits are for tensors, not for the whole process
+    if step.get("memory_source") == PROCESS_RSS:  # limits are for tensors, not for the whole process
         return {"process": _mib(peak)}
     limit = step.get("limit_bytes")
-    if limit is None and device.get("memory_source") not in (None, "process RSS"):
+    if limit is None and device.get("memory_source") not in (None, PROCESS_RSS):
         limit = device.get("memory_total_bytes")
     return {"peak": _mib(peak)} if limit is None else {"peak / limit": _mib(peak, limit)}
 

@@ -40,6 +40,7 @@ from mmlab.runs.folders import is_aside
 if TYPE_CHECKING:
     import pandas as pd
 
+PROCESS_RSS = "process RSS"  # `memory_source` of a figure of the whole process, not of its tensors
 EVENT_FILES = "events-rank*.jsonl"  # the pattern of a run's files, one per rank
 # of every event, with their types
 _FIELDS = {"kind": (str,), "step": (int,), "rank": (int,), "time_s": (float, int)}

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmlab.errors import first_line
 from mmlab.machine import num_usable_cores, process_rss_bytes, total_memory_bytes
+from mmlab.runs.events import PROCESS_RSS
 from mmlab.runs.nvml import Gpu
 
 Held = torch.Tensor | torch.nn.Module | torch.optim.Optimizer
@@ -103,7 +104,7 @@ class DeviceMeter(AbstractContextManager["DeviceMeter"]):
         if self.device.type == "cuda":
             memory["torch allocator"] = self._torch_memory
             allocator = torch.cuda.memory_stats(self.device)  # empty before CUDA is used
-        memory["process RSS"] = lambda: (process_rss_bytes(), total_memory_bytes())
+        memory[PROCESS_RSS] = lambda: (process_rss_bytes(), total_memory_bytes())
         use["process CPU"] = self._process_use
         (memory_bytes, total_bytes), memory_source = _first(memory, "memory", notes)
         utilization_ratio, utilization_source = _first(use, "utilization", notes)
@@ -160,7 +161,7 @@ def step_memory(device: torch.device, live: LiveBytes | None = None) -> dict[str
     if live is not None:
         return {"rss_bytes": rss_bytes, "peak_bytes": live.peak_bytes, "memory_source": "live tensors"}
     if device.type != "cuda":
-        return {"rss_bytes": rss_bytes, "peak_bytes": rss_bytes, "memory_source": "process RSS"}
+        return {"rss_bytes": rss_bytes, "peak_bytes": rss_bytes, "memory_source": PROCESS_RSS}
     # one query: each of torch's shortcuts would make its own
     found = torch.cuda.memory_stats_as_nested_dict(device)
     allocated = found["allocated_bytes"]["all"]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mmlab.runs.events import PROCESS_RSS
 from mmlab.runs.figures import as_label, colours_of
 from mmlab.runs.follow import RunState
 
@@ -208,7 +209,7 @@ def verdict_of(runs: Iterable[RunState]) -> str:
         said.append(f"{rival} pads {padded:.1%}: little to gain here")
     elif padded is not None and left is not None and round(100 * padded) != round(100 * left):
         said.append(f"padding {100 * padded:.0f} → {100 * left:.0f} %")
-    counted = all(run.latest("step").get("memory_source") != "process RSS" for run in ran)
+    counted = all(run.latest("step").get("memory_source") != PROCESS_RSS for run in ran)
     if counted and before["peak_bytes"] and after["peak_bytes"]:
         more = 100 * (after["peak_bytes"] / before["peak_bytes"] - 1)
         said.append("same peak memory" if abs(more) < 2 else f"peak memory {more:+.0f} %")
