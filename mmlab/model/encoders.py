@@ -14,6 +14,7 @@ Legend: B samples, P image positions, T tokens, H x W pixels, D width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from itertools import islice, pairwise
 
 import torch
@@ -24,6 +25,22 @@ from torch.nn import functional as F
 from mmlab.errors import OptionError, check_name
 from mmlab.model.packing import Keys, Segments, attend
 from mmlab.types import PATCH
+
+
+class NormalisesPixels(nn.Module):
+    """The base of models that normalise their pixels; no checkpoint keeps the mean and the deviation."""
+
+    pixel_mean: Tensor
+    pixel_std: Tensor
+
+    def set_normalisation(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Set mean and deviation of the three colours, of pixels in [0, 1]."""
+        self.register_buffer("pixel_mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
+        self.register_buffer("pixel_std", torch.tensor(std).view(3, 1, 1), persistent=False)
+
+    def normalised(self, pixels: Tensor) -> Tensor:
+        """(B, 3, H, W) uint8 as normalised floats."""
+        return (pixels.to(self.pixel_mean.dtype) / 255 - self.pixel_mean) / self.pixel_std
 
 
 class ImageEncoder(nn.Module, ABC):

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mmlab.errors import OptionError, check_name
-from mmlab.model.encoders import ImageEncoder, ViT
+from mmlab.model.encoders import ImageEncoder, NormalisesPixels, ViT
 from mmlab.model.fusion import Pair, TokenHead, masked_mean
 from mmlab.model.fusions import FUSIONS
 from mmlab.types import Batch
@@ -95,7 +95,7 @@ class FusionOutput:
         return torch.cat([checkpoint(compute, *chunk, use_reentrant=False) for chunk in chunks])
 
 
-class FusionModel(nn.Module):
+class FusionModel(NormalisesPixels):
     """Encoders, embeddings and fusion.
 
     Args:
@@ -111,9 +111,6 @@ class FusionModel(nn.Module):
         OptionError: an unknown fusion, sizes that do not divide, fewer than two levels for "multiscale", or a
             convolutional image encoder of transformers with it.
     """
-
-    pixel_mean: Tensor
-    pixel_std: Tensor
 
     def __init__(
         self,
@@ -145,9 +142,7 @@ class FusionModel(nn.Module):
             None if embedding is None else TokenHead(text_encoder.dim, hidden_dim, num_heads, embedding)
         )
         self.log_logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
-        mean, std = getattr(image_encoder, "normalisation", ImageEncoder.normalisation)
-        self.register_buffer("pixel_mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
-        self.register_buffer("pixel_std", torch.tensor(std).view(3, 1, 1), persistent=False)
+        self.set_normalisation(*getattr(image_encoder, "normalisation", ImageEncoder.normalisation))
 
     @property
     def is_packed(self) -> bool:
@@ -167,7 +162,7 @@ class FusionModel(nn.Module):
 
     def encode_image(self, pixel_values: Tensor, pixel_mask: Tensor) -> Encoded:
         """The image branch alone: pixels (B, 3, H, W) uint8 and their mask (B, H, W)."""
-        pixels = self._normalised(pixel_values)
+        pixels = self.normalised(pixel_values)
         if self.num_levels == 1:
             features, mask = self.image_encoder(pixels, pixel_mask)
             fusable = features
@@ -183,7 +178,7 @@ class FusionModel(nn.Module):
         Returns:
             Features (B, P, C) and their mask (B, P).
         """
-        return self.image_encoder.begin(self._normalised(pixel_values), pixel_mask, num_blocks=num_blocks)
+        return self.image_encoder.begin(self.normalised(pixel_values), pixel_mask, num_blocks=num_blocks)
 
     def finish_image(self, features: Tensor, mask: Tensor, *, num_blocks: int) -> Encoded:
         """The rest of the image branch: `begin_image` and this give what `encode_image` gives."""
@@ -202,9 +197,6 @@ class FusionModel(nn.Module):
         elif not 1 <= num_blocks < len(encoder.blocks):
             why = f"it has {len(encoder.blocks)} blocks, so 1 to {len(encoder.blocks) - 1} of them"
         return why and f"the image branch cannot be cut after block {num_blocks}: {why}"
-
-    def _normalised(self, pixel_values: Tensor) -> Tensor:
-        return (pixel_values.to(self.pixel_mean.dtype) / 255 - self.pixel_mean) / self.pixel_std
 
     def _embed_image(self, features: Tensor, mask: Tensor) -> Tensor:
         return F.normalize(self.image_head(masked_mean(features, mask)), dim=1)

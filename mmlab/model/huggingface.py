@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmlab.errors import DataError, OptionError, check_is, check_name, check_numbers, first_line
+from mmlab.model.encoders import NormalisesPixels
 from mmlab.model.masking import can_hide, draw_hidden, num_hidden
 from mmlab.types import IGNORED, Batch, HostColumns
 
@@ -46,7 +47,7 @@ def accept_batches(model: nn.Module) -> nn.Module:
     return model if [*inspect.signature(model.forward).parameters][:1] == ["batch"] else LossModel(model)
 
 
-class LossModel(nn.Module):
+class LossModel(NormalisesPixels):
     """Calls a module with the arguments it takes and returns its output, which has `.loss`.
 
     Args:
@@ -66,9 +67,6 @@ class LossModel(nn.Module):
             token; unknown `labels`, or a `mask_ratio` out of range; a model that reads an image as tokens in the
             text, such as LLaVA.
     """
-
-    pixel_mean: Tensor
-    pixel_std: Tensor
 
     def __init__(
         self, module: nn.Module, *, labels: str | None = None, processor: Any = None, mask_ratio: float = 0.15
@@ -99,9 +97,7 @@ class LossModel(nn.Module):
                 "LossModel(module, processor=...) with a processor or tokenizer that has one, or labels='text'"
             )
         self.normalisation = normalisation_of(getattr(processor, "image_processor", processor))
-        mean, std = self.normalisation
-        self.register_buffer("pixel_mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
-        self.register_buffer("pixel_std", torch.tensor(std).view(3, 1, 1), persistent=False)
+        self.set_normalisation(*self.normalisation)
         image_config = _first(config, "vision_config", "image_config", "encoder")
         self.image_size = _pair(getattr(image_config, "image_size", None))
         self.patch = _pair(getattr(image_config, "patch_size", None)) or (1, 1)
@@ -208,8 +204,7 @@ class LossModel(nn.Module):
 
     def _pixels(self, batch: Batch) -> Tensor:
         """(B, 3, H, W) normalised, zero outside the images."""
-        pixels = (batch.pixel_values.to(self.pixel_mean.dtype) / 255 - self.pixel_mean) / self.pixel_std
-        return self._whole_patches(pixels * batch.pixel_mask[:, None])
+        return self._whole_patches(self.normalised(batch.pixel_values) * batch.pixel_mask[:, None])
 
     def _whole_patches(self, pixels: Tensor) -> Tensor:
         rows, columns = (-side % patch for side, patch in zip(pixels.shape[-2:], self.patch, strict=True))
