@@ -70,9 +70,8 @@ def available_memory_bytes() -> int:
     for limit, used in _MEMORY_LIMITS.items():
         if limit.exists() and (text := limit.read_text().strip()) != "max":
             in_use = int(limit.with_name(used).read_text())
-            kept = re.search(
-                r"^(?:total_)?inactive_file (\d+)$", limit.with_name("memory.stat").read_text(), re.MULTILINE
-            )
+            figures = limit.with_name("memory.stat").read_text()
+            kept = re.search(r"^(?:total_)?inactive_file (\d+)$", figures, re.MULTILINE)
             available_bytes = min(available_bytes, int(text) - in_use + (int(kept[1]) if kept else 0))
     return max(0, available_bytes)
 
@@ -165,13 +164,18 @@ def versions(names: Iterable[str] = SHOWN_LIBRARIES) -> dict[str, str | None]:
     return found
 
 
+def place_in_launch() -> tuple[int, int]:
+    """Rank of this process and number of ranks that `torchrun` has started; 0 and 1 without it."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def place_of_process() -> tuple[int, int]:
     """Rank of this process and number of ranks: those of torch's process group, or of `torchrun`, else 0 and 1."""
     from torch import distributed
 
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return place_in_launch()
 
 
 def share_cores() -> None:

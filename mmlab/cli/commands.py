@@ -22,7 +22,7 @@ from mmlab.cli.printed import Printed
 from mmlab.cli.tour import copy_tour
 from mmlab.comparison.options import COMPARED, ComparisonOptions, scheduler_names
 from mmlab.errors import OptionError
-from mmlab.machine import GIB
+from mmlab.machine import GIB, place_in_launch
 from mmlab.parallel.bench_options import BenchOptions
 
 Data = Annotated[str, "image-text pairs: a folder, or a COCO, CSV, JSON, Parquet or tar file, ..."]
@@ -156,7 +156,7 @@ def plan(
     seed: Seed = 0,
 ) -> Any:
     """Show what each scheduler's batches would waste, and what an epoch would take, before any training."""
-    from mmlab.data.readers import read_records
+    from mmlab.data.readers import errors_of, read_records
     from mmlab.schedule.preview import preview, read_lengths
     from mmlab.schedule.schedulers import SCHEDULERS
     from mmlab.types import Aspect, parse_image_policy
@@ -169,7 +169,7 @@ def plan(
         raise OptionError("add --model NAME, for --device-name, --price-per-hour, --memory-gb or --precision")
     if model is not None and budget is not None:
         raise OptionError("with --model, batches fill the same memory: give --memory-gb, not --budget")
-    policy, errors = parse_image_policy(image), "report" if skip_bad_rows else "raise"
+    policy, errors = parse_image_policy(image), errors_of(skip_bad_rows)
     if model is not None:
         from mmlab.pricing.plan_prices import price_plans, side_of_patch
     if processor is not None:
@@ -275,11 +275,11 @@ def inspect(
 ) -> Any:
     """Show sizes, aspects, lengths, and the padding that four of the schedulers would cause."""
     from mmlab.comparison.overview import overview
-    from mmlab.data.readers import read_records
+    from mmlab.data.readers import errors_of, read_records
     from mmlab.runs.figures import save_figure
     from mmlab.types import parse_image_policy
 
-    policy, errors = parse_image_policy(image), "report" if skip_bad_rows else "raise"
+    policy, errors = parse_image_policy(image), errors_of(skip_bad_rows)
     found = overview(read_records(path, images=images, tokenizer=tokenizer, errors=errors), policy)
     if plot:
         save_figure(found.figure(), plot)
@@ -299,12 +299,12 @@ def cache_build(
 ) -> Any:
     """Decode and resize the images of a data set into a cache; continues where it stopped."""
     from mmlab.data.dataset import MultimodalDataset
-    from mmlab.data.readers import read_records
+    from mmlab.data.readers import errors_of, read_records
     from mmlab.loading.cache import SampleCache, build_cache, build_cache_on_ray, cache_key
     from mmlab.types import parse_image_policy
 
-    errors, progress = "report" if skip_bad_rows else "raise", os.environ.get("RANK", "0") == "0"
-    records = read_records(data, images=images, errors=errors, progress=progress)
+    shown = place_in_launch()[0] == 0
+    records = read_records(data, images=images, errors=errors_of(skip_bad_rows), progress=shown)
     dataset = MultimodalDataset(records, image_policy=parse_image_policy(image))
     limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
     dataset.cache = SampleCache(folder, key=cache_key(dataset), limit_bytes=limit_bytes)

@@ -20,7 +20,7 @@ from dataclasses import asdict
 
 from mmlab.cli.parser import call, make_parser
 from mmlab.errors import DataError, OptionError, printable, with_notes
-from mmlab.machine import share_cores
+from mmlab.machine import place_in_launch, share_cores
 
 _WRONG_PATH = ("ENOENT", "EEXIST", "EISDIR", "ENOTDIR", "EACCES", "EPERM", "EROFS", "ENAMETOOLONG", "ELOOP")
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with quiet, warnings.catch_warnings():
             warnings.showwarning = lambda text, *_, **__: _say(f"warning: {text}")
             found = call(options)
-        if os.environ.get("RANK", "0") == "0":  # under torchrun only one process prints
+        if place_in_launch()[0] == 0:  # under torchrun only one process prints
             document = found.as_dict() if hasattr(found, "as_dict") else asdict(found)
             print(json.dumps(document, indent=2, allow_nan=False) if options.json else printable(found))
     except (DataError, OptionError) as error:

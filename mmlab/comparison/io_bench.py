@@ -23,7 +23,7 @@ import torch
 
 from mmlab.data.collate import collate
 from mmlab.data.dataset import MultimodalDataset
-from mmlab.data.readers import read_records
+from mmlab.data.readers import errors_of, read_records
 from mmlab.errors import DataError, OptionError, check_numbers
 from mmlab.loading.backends import Copier
 from mmlab.loading.speeds import MIB, ReadRates, read_rates, work_rate
@@ -171,7 +171,7 @@ def bench_io(
     if batch_size < 2:
         raise OptionError(f"batch_size must be at least 2 (the loss needs negatives), found {batch_size}")
     policy, device = parse_image_policy(image), resolve_device(device)
-    errors = "report" if skip_bad_rows else "raise"
+    errors = errors_of(skip_bad_rows)
     records = read_records(data, images=images, limit=limit, errors=errors, progress=progress)
     rows = np.flatnonzero(records.height)
     if (num_images := len(np.unique(records.group[rows]))) < 2:

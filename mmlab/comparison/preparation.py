@@ -22,7 +22,7 @@ from mmlab.data.complexity import image_complexity
 from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.data.conversations import Conversations, read_conversations
 from mmlab.data.dataset import MultimodalDataset
-from mmlab.data.readers import read_records
+from mmlab.data.readers import errors_of, read_records
 from mmlab.data.records import Records
 from mmlab.data.text import load_tokenizer
 from mmlab.errors import DataError, OptionError, check_name
@@ -93,8 +93,7 @@ def make_datasets(
     else:
         loaded, kind, read = named_processor(options.processor), Conversations, read_conversations
     if not isinstance(data, kind):
-        errors = "report" if options.skip_bad_rows else "raise"
-        data = read(data, images=options.images, errors=errors, progress=progress)
+        data = read(data, images=options.images, errors=errors_of(options.skip_bad_rows), progress=progress)
     elif options.images is not None:
         raise OptionError("images= applies only to data given as a path; records have their own paths")
     train, held_out = hold_out(data.sample(options.limit, seed=seed), seed=seed)

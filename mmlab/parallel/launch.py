@@ -36,7 +36,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mmlab.errors import USER_ERRORS, OptionError, RunError, check_is, check_numbers
 from mmlab.loading.workers import START_METHOD
-from mmlab.machine import num_usable_cores, share_cores
+from mmlab.machine import num_usable_cores, place_in_launch, share_cores
 from mmlab.parallel.faults import broke_off
 
 # signals that the launcher takes over
@@ -152,7 +152,7 @@ def _raise(failure: ChildFailedError, logs: Path, run_id: str) -> NoReturn:
 
 def _check(function: Callable[..., Any], arguments: tuple[Any, ...], num_processes: int) -> None:
     check_numbers({"num_processes": num_processes})
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if place_in_launch()[1] > 1:
         raise OptionError("this process is a rank already, and cannot start others")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise OptionError(

@@ -26,7 +26,7 @@ import torch
 from torch import distributed
 
 from mmlab.errors import RunError
-from mmlab.machine import describe_process, replace_file, resolve_device
+from mmlab.machine import describe_process, place_in_launch, replace_file, resolve_device
 from mmlab.parallel.faults import TIMEOUT_S
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.parallel.torch_internals import default_store
@@ -47,7 +47,7 @@ def joined(device: str | None, timeout_s: float) -> Iterator[tuple[int, int, str
     if device == "cuda" and "LOCAL_RANK" in os.environ:
         device = resolve_device(f"cuda:{os.environ['LOCAL_RANK']}")
         torch.cuda.set_device(device)
-    joins = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized()
+    joins = place_in_launch()[1] > 1 and not distributed.is_initialized()
     if joins:
         longest_s = max(timeout_s, TIMEOUT_S) + 60  # the last resort, behind `RankWatch`
         join("nccl" if device.startswith("cuda") else "gloo", timeout_s=longest_s)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from mmlab.data.readers import read_records
+from mmlab.data.readers import errors_of, read_records
 from mmlab.data.text import load_tokenizer, measure_tokens
 from mmlab.errors import DataError, OptionError
 from mmlab.machine import GIB, MemoryLimit, memory_limit
@@ -103,9 +103,9 @@ class PlannedMemory:
         return figure
 
 
-def plan_memory(memory: MemoryModel, sizes: SampleSizes, limit_bytes: int, *, seed: int = 0) -> PlannedMemory:
+def plan_memory(memory: MemoryModel, sizes: SampleSizes, limit_bytes: int) -> PlannedMemory:
     """Plan an epoch by the scheduler `memory`."""
-    scheduler = make_scheduler("memory", cost=memory, budget=limit_bytes, seed=seed)
+    scheduler = make_scheduler("memory", cost=memory, budget=limit_bytes)
     target_bytes = scheduler.target_ratio * limit_bytes  # type: ignore[attr-defined]
     fits = batch_costs(memory, sizes.alone).max() <= target_bytes
     return PlannedMemory(memory, sizes, limit_bytes, target_bytes, scheduler.plan(sizes) if fits else None)
@@ -251,7 +251,7 @@ def memory_report(
     """
     memory_bytes = memory_limit(device, memory_gb=memory_gb)
     network: nn.Module
-    dataset, source, errors = None, str(data), "report" if skip_bad_rows else "raise"
+    dataset, source, errors = None, str(data), errors_of(skip_bad_rows)
     if processor is not None:
         if (image, tokenizer, limit) != ("aspect:224", "builtin", None):
             raise OptionError("--processor determines these: leave --image, --tokenizer and --limit out")

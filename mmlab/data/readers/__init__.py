@@ -83,6 +83,11 @@ def read_records(
     return records if tokenizer is None else measure_tokens(records, tokenizer)
 
 
+def errors_of(skip_bad_rows: bool) -> str:
+    """The value of `errors` that the option `skip_bad_rows`, of runs and of the command line, stands for."""
+    return "report" if skip_bad_rows else "raise"
+
+
 def _table(source: Any, images: Path | None, allow_missing_modality: bool, progress: bool) -> Table:
     if is_dataset(source):
         return read_dataset(source, images, allow_missing_modality)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmlab.errors import DataError, OptionError, RunError, check_numbers
-from mmlab.machine import num_usable_cores, progress_bar
+from mmlab.machine import num_usable_cores, place_in_launch, progress_bar
 
 if TYPE_CHECKING:
     from mmlab.data.dataset import MultimodalDataset
@@ -81,7 +81,7 @@ def build_cache(
         RunError: another rank no longer responds.
     """
     cache, threads = check_build(dataset, num_threads)
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = place_in_launch()
     rows = image_rows(cache)
     share = rows[len(rows) * rank // world_size : len(rows) * (rank + 1) // world_size]
     outcome = make_rows(dataset, share, threads, progress=progress and rank == 0)

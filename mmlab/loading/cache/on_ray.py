@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmlab.errors import OptionError, RunError
 from mmlab.loading.cache.build import BLOCK, BuildReport, check_build, image_rows, join_outcomes, make_rows
-from mmlab.machine import num_usable_cores, progress_bar
+from mmlab.machine import num_usable_cores, place_in_launch, progress_bar
 
 if TYPE_CHECKING:
     from mmlab.data.dataset import MultimodalDataset
@@ -44,7 +44,7 @@ def build_cache_on_ray(
         RunError: Ray did not start.
     """
     cache, _ = check_build(dataset, num_actors)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if place_in_launch()[1] > 1:
         raise OptionError("engine 'ray' has own workers: start it once, without torchrun, or leave it out")
     try:
         import ray
