@@ -30,56 +30,121 @@ from mmlab.pricing.time_model import TimeModel
 from mmlab.pricing.timing import fit_time, time_conditions, timed_trainer
 from mmlab.pricing.trace import StepSetting
 from mmlab.runs.folders import TIME_MODEL
-from mmlab.schedule.dense import Fastest, Memory
+from mmlab.schedule.base import Scheduler
 from mmlab.schedule.plan import BatchPlan
 from mmlab.schedule.schedulers import make_scheduler, scheduler_among
 from mmlab.training.loop import FusionTrainer
 from mmlab.training.losses.base import Objective
 
+MEMORY = "memory.json"  # of a run under `memory` or `fastest`, the fitted memory model
 LIMIT = "limit_bytes.txt"  # of a run whose configuration gives none
 
 
-def plan_run(
-    config: RunConfig,
-    run: Run,
-    dataset: Any,
-    model: torch.nn.Module,
-    objectives: Mapping[str, Objective],
-    device: str,
-    prices: Path,
-    *,
-    world_size: int,
-    progress: bool,
-) -> tuple[Any, NDArray[np.float64] | None, Any]:
-    """The scheduler that a configuration names.
+@dataclass
+class RunPlanner:
+    """Makes the scheduler that a configuration names.
+
+    For `memory` and `fastest`, rank 0 first prices a step in bytes and seconds, or reads what it saved.
 
     Args:
-        prices: the file in which rank 0 saves the fitted memory model, with the time model beside it; for
-            `memory` and `fastest` only.
-
-    Returns:
-        The scheduler; (N,) weights of samples in the loss, or None; the
-        model that predicts a batch's bytes, or None.
+        folder: of the run, in which rank 0 saves prices and the limit on memory.
     """
-    # each rank of the strategy `branch` needs all samples
-    rank, num_shares = (0, 1) if config.parallel.strategy == "branch" else (run.rank, world_size)
-    options = {"seed": config.trainer.seed, "world_size": num_shares, **config.scheduler}
-    name, follow = options.pop("name", "budget"), options.pop("follow", True)
-    group = ProcessGroup(device)
-    planner: Any
-    if name in ("memory", "fastest"):
-        pricing = _Pricing(config, dataset, model, objectives, device, group, prices, progress)
-        planner = pricing.memory(**options)
-        if name == "fastest":
-            planner = pricing.fastest(planner)
-    else:
-        planner = make_scheduler(name, **options)
-    cost = planner.cost if isinstance(planner, Memory | Fastest) else None
-    scheduler, weights = with_sampling(planner, dataset, config.sampling, progress=progress)
-    if scheduler is planner and isinstance(planner, Memory) and follow:
-        following = ResourceAwareScheduler(planner=planner, rank=rank, emit=run.emit, agree=group.largest)
-        return following, weights, cost
-    return scheduler, weights, cost
+
+    config: RunConfig
+    run: Run
+    dataset: Any
+    model: Any
+    objectives: Mapping[str, Objective]
+    device: str
+    folder: Path
+    progress: bool
+
+    def __post_init__(self) -> None:
+        self.group = ProcessGroup(self.device)
+
+    def plan(self) -> tuple[Any, NDArray[np.float64] | None, Any]:
+        """The scheduler; (N,) weights of samples in the loss, or None; the model that predicts a batch's bytes, or None."""
+        # each rank of the strategy `branch` needs all samples
+        config, is_branch = self.config, self.config.parallel.strategy == "branch"
+        rank, num_shares = (0, 1) if is_branch else (self.run.rank, self.group.world_size)
+        options = {"seed": config.trainer.seed, "world_size": num_shares, **config.scheduler}
+        name, follow = options.pop("name", "budget"), options.pop("follow", True)
+        planner: Any
+        if name == "memory":
+            planner, _ = self._memory(**options)
+        elif name == "fastest":
+            planner = self._fastest(**options)
+        else:
+            planner = make_scheduler(name, **options)
+        cost = planner.cost if name in ("memory", "fastest") else None
+        scheduler, weights = with_sampling(planner, self.dataset, config.sampling, progress=self.progress)
+        if name == "memory" and scheduler is planner and follow:
+            agree = self.group.largest
+            following = ResourceAwareScheduler(planner=planner, rank=rank, emit=self.run.emit, agree=agree)
+            return following, weights, cost
+        return scheduler, weights, cost
+
+    @property
+    def _step(self) -> dict[str, Any]:
+        """What the bytes and the seconds of a step depend on."""
+        return {name: getattr(self.config.trainer, name) for name in ("precision", "checkpointing")}
+
+    def _memory(self, *, memory_gb: float | None = None, **options: Any) -> tuple[Any, TimeModel | None]:
+        """Batches that fit the memory given, or else what is free when the run begins; and their seconds if those were measured."""
+        limit_bytes = memory_limit(self.device, memory_gb=memory_gb).usable_bytes
+        cost, time = self.group.run_on_main(self._price_bytes, doing="price the model")
+        # free memory differs between ranks, but plans must not: the smallest limit counts
+        budget = int(-self.group.largest(-limit_bytes))
+        if memory_gb is None:
+            keep = partial(_kept, self.folder / LIMIT, budget)
+            budget = self.group.run_on_main(keep, doing="keep the limit on memory")
+        return make_scheduler("memory", cost=cost, budget=budget, **options), time
+
+    def _fastest(self, **options: Any) -> Scheduler:
+        """The batches that take the fewest seconds within the limit of `memory`."""
+        memory, time = self._memory(**options)
+        bounds = {"cost": memory.cost, "budget": memory.target_ratio * memory.budget}
+        if time is None:
+            measure = partial(self._price_seconds, **bounds)
+            time = self.group.run_on_main(measure, doing="measure the model's steps")
+        return scheduler_among("fastest", {**vars(memory), **bounds, "time": time})
+
+    def _price_bytes(self) -> tuple[MemoryModel, TimeModel | None]:
+        step = {
+            **self._step,
+            "accumulating": self.config.trainer.accumulation_steps > 1,
+            "gradient_buckets": self.group.world_size > 1 and self.config.parallel.strategy == "ddp",
+        }
+        if isinstance(self.dataset, ConversationDataset):
+            return saved_or_priced(self.folder / MEMORY, self.model.to(self.device), self.dataset, **step)
+        step |= {"objectives": self.objectives, "device": torch.device(self.device).type}
+        memory = MemoryModel.load_or_fit(
+            self.folder / MEMORY,
+            lambda: fit_memory(self.model, num_held_out=0, progress=self.progress, **step),
+            fingerprint=fingerprint(self.model),
+            conditions=lambda: StepSetting(**step).conditions,
+        )
+        return memory, None
+
+    def _price_seconds(self, **bounds: Any) -> TimeModel:
+        trainer = {**self._step, "objectives": self.objectives, "device": self.device}
+        sizes, options = self.dataset.sizes, {**SHORT_FIT, **bounds, **trainer}
+        return TimeModel.load_or_fit(
+            self.folder / TIME_MODEL,
+            lambda: fit_time(self.model, sizes, progress=self.progress, **options),
+            fingerprint=fingerprint(self.model),
+            conditions=lambda: time_conditions(timed_trainer(self.model, **trainer)),
+        )
+
+
+def _kept(path: Path, limit_bytes: int) -> int:
+    """The limit as it was when the run began, so that a resumed run has the same plans."""
+    if not path.exists():
+        replace_file(path, f"{limit_bytes}\n")
+    try:
+        return int(path.read_text())
+    except ValueError:
+        raise DataError(f"{path} is damaged: expected a number of bytes; remove it to plan anew") from None
 
 
 def planned_steps(trainer: FusionTrainer, loader: PlannedLoader, config: RunConfig) -> dict[str, float]:
@@ -104,82 +169,3 @@ def planned_steps(trainer: FusionTrainer, loader: PlannedLoader, config: RunConf
             of_epoch = steps_and_cost(costs_of(loader.plan_of(epoch)))
         left += of_epoch
     return {"num_steps": trainer.step + int(left[0]), "planned_cost": float(left[1])}
-
-
-@dataclass
-class _Pricing:
-    """The schedulers that need prices: rank 0 prices a step in bytes and seconds, or reads what it saved."""
-
-    config: RunConfig
-    dataset: Any
-    model: Any
-    objectives: Mapping[str, Objective]
-    device: str
-    group: ProcessGroup
-    saved: Path
-    progress: bool
-    time: TimeModel | None = None  # where pricing the bytes measures steps anyway
-
-    @property
-    def setting(self) -> dict[str, Any]:
-        """What the bytes and the seconds of a step depend on."""
-        return {
-            "precision": self.config.trainer.precision,
-            "checkpointing": self.config.trainer.checkpointing,
-        }
-
-    def memory(self, *, world_size: int, memory_gb: float | None = None, **options: Any) -> Any:
-        """Batches that fit the memory given, or else what is free when the run begins."""
-        limit_bytes = memory_limit(self.device, memory_gb=memory_gb).usable_bytes
-        price = partial(self._price_bytes, world_size)
-        cost, self.time = self.group.run_on_main(price, doing="price the model")
-        # free memory differs between ranks, but plans must not: the smallest limit counts
-        budget = int(-self.group.largest(-limit_bytes))
-        if memory_gb is None:
-            keep = partial(_kept, self.saved.with_name(LIMIT), budget)
-            budget = self.group.run_on_main(keep, doing="keep the limit on memory")
-        return make_scheduler("memory", cost=cost, budget=budget, world_size=world_size, **options)
-
-    def fastest(self, memory: Any) -> Any:
-        """The batches that take the fewest seconds within the same limit."""
-        bounds = {"cost": memory.cost, "budget": memory.target_ratio * memory.budget}
-        measure = partial(self._price_seconds, **bounds)
-        time = self.time or self.group.run_on_main(measure, doing="measure the model's steps")
-        return scheduler_among("fastest", {**vars(memory), **bounds, "time": time})
-
-    def _price_bytes(self, world_size: int) -> tuple[MemoryModel, TimeModel | None]:
-        step = {
-            **self.setting,
-            "accumulating": self.config.trainer.accumulation_steps > 1,
-            "gradient_buckets": world_size > 1 and self.config.parallel.strategy == "ddp",
-        }
-        if isinstance(self.dataset, ConversationDataset):
-            return saved_or_priced(self.saved, self.model.to(self.device), self.dataset, **step)
-        step |= {"objectives": self.objectives, "device": torch.device(self.device).type}
-        memory = MemoryModel.load_or_fit(
-            self.saved,
-            lambda: fit_memory(self.model, num_held_out=0, progress=self.progress, **step),
-            fingerprint=fingerprint(self.model),
-            conditions=lambda: StepSetting(**step).conditions,
-        )
-        return memory, None
-
-    def _price_seconds(self, **bounds: Any) -> TimeModel:
-        trainer = {**self.setting, "objectives": self.objectives, "device": self.device}
-        sizes, options = self.dataset.sizes, {**SHORT_FIT, **bounds, **trainer}
-        return TimeModel.load_or_fit(
-            self.saved.with_name(TIME_MODEL),
-            lambda: fit_time(self.model, sizes, progress=self.progress, **options),
-            fingerprint=fingerprint(self.model),
-            conditions=lambda: time_conditions(timed_trainer(self.model, **trainer)),
-        )
-
-
-def _kept(path: Path, limit_bytes: int) -> int:
-    """The limit as it was when the run began, so that a resumed run has the same plans."""
-    if not path.exists():
-        replace_file(path, f"{limit_bytes}\n")
-    try:
-        return int(path.read_text())
-    except ValueError:
-        raise DataError(f"{path} is damaged: expected a number of bytes; remove it to plan anew") from None

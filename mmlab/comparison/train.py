@@ -21,7 +21,7 @@ from torch import distributed, nn
 from mmlab.comparison import preparation
 from mmlab.comparison.config import RunConfig, changed_options, load_config
 from mmlab.comparison.options import LoaderOptions, names_of
-from mmlab.comparison.plan import LIMIT, plan_run, planned_steps
+from mmlab.comparison.plan import LIMIT, MEMORY, RunPlanner, planned_steps
 from mmlab.comparison.run import Run
 from mmlab.data.text import load_tokenizer
 from mmlab.errors import DataError, OptionError, check_is
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
-_CONFIG, _CHECKPOINTS, _TOKENIZER, _MEMORY = "config.toml", "checkpoints", "tokenizer", "memory.json"
+_CONFIG, _CHECKPOINTS, _TOKENIZER = "config.toml", "checkpoints", "tokenizer"
 _MODEL = "model"  # a vision-language model and its processor
 _GIVE = "give a checkpoint's folder, or a folder of checkpoints"
-_WRITTEN = (_CONFIG, _CHECKPOINTS, _TOKENIZER, _MODEL, _MEMORY, TIME_MODEL, LIMIT, LAUNCH, EVENT_FILES)
+_WRITTEN = (_CONFIG, _CHECKPOINTS, _TOKENIZER, _MODEL, MEMORY, TIME_MODEL, LIMIT, LAUNCH, EVENT_FILES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +105,8 @@ def train(
     config = config if isinstance(config, RunConfig) else load_config(config)
     check_is("resume", resume, str | Path, "a path, 'auto' or 'never'")
     with ExitStack() as stack:
-        own = joined(config.trainer.device, config.parallel.timeout_s)
-        rank, world_size, device = stack.enter_context(own)
+        ranks = joined(config.trainer.device, config.parallel.timeout_s)
+        rank, world_size, device = stack.enter_context(ranks)
         folder, restarted = Path(runs) / config.name, was_restarted()
         if rank == 0:
             stack.enter_context(exclusive_folder(folder))
@@ -197,7 +197,7 @@ class _Training:
     ) -> None:
         self.config, self.folder, self._run, self._bar = config, folder, run, bar
         self._world_size = world_size
-        options, data = config.trainer, config.data
+        options, data, progress = config.trainer, config.data, not bar.disable
         # a resumed run keeps its own tokenizer, whatever the texts are now
         self._kept = ProcessGroup(device).run_on_main(
             lambda: (folder / _TOKENIZER).is_dir() and any((folder / _CHECKPOINTS).glob("*")),
@@ -206,7 +206,7 @@ class _Training:
         tokenizer = str(folder / _TOKENIZER) if self._kept else data.tokenizer
         data = dataclasses.replace(data, processor=config.processor, tokenizer=tokenizer)
         train_set, held_out_set = preparation.make_datasets(
-            data.path, data, ratios=config.sampling.ratios, seed=options.seed, progress=not bar.disable
+            data.path, data, ratios=config.sampling.ratios, seed=options.seed, progress=progress
         )
         if config.parallel.strategy == "fsdp" and config.processor is not None and world_size > 1:
             from mmlab.parallel.fsdp import check_images  # 1.4 s to import
@@ -214,10 +214,10 @@ class _Training:
             check_images(train_set.sizes, held_out_set.sizes)
         model = preparation.make_model(config.model, train_set, seed=options.seed)
         objectives = parse_objectives(model, options.objectives, tokenizer=train_set.tokenizer)
-        planner, weights, memory = plan_run(
-            config, run, train_set, model, objectives, device, folder / _MEMORY,
-            world_size=world_size, progress=not bar.disable,
-        )  # fmt: skip
+        planning = RunPlanner(
+            config, run, train_set, model, objectives, device=device, folder=folder, progress=progress
+        )
+        planner, weights, memory = planning.plan()
         bar.unpause()  # the time left is that of training
         loading: Any = {name: getattr(data, name) for name in names_of(LoaderOptions)} | {"emit": self._take}
         place = None if device == "cpu" else device
