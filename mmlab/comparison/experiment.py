@@ -31,8 +31,8 @@ from typing import Any
 from mmlab.comparison.options import COMPARED, ComparisonOptions, DataOptions, read_options, scheduler_names
 from mmlab.comparison.preparation import COST, augmentation, describe_machine, make_datasets
 from mmlab.comparison.result import Comparison
-from mmlab.comparison.sizing import as_configured, size_schedulers
-from mmlab.comparison.turns import NUM_NEGATIVES, ComparisonRun, ComparisonSetup, take_turns
+from mmlab.comparison.sizing import Sized, as_configured, size_schedulers
+from mmlab.comparison.turns import NUM_NEGATIVES, ComparisonRun, ComparisonSetup, result_of, take_turns
 from mmlab.data.conversations import Conversations
 from mmlab.data.records import Records
 from mmlab.errors import OptionError, check_is
@@ -87,9 +87,9 @@ def compare(
     with ExitStack() as stack:
         # no other run writes there
         stack.enter_context(nullcontext() if out is None else exclusive_folder(Path(out)))
-        room = stack.enter_context(ExitStack())
+        spare_disk = stack.enter_context(ExitStack())
         if out is not None:  # should the disk fill up, this is room for errors, ends and results
-            room.enter_context(TemporaryFile(dir=out, buffering=0)).write(os.urandom(1 << 20))
+            spare_disk.enter_context(TemporaryFile(dir=out, buffering=0)).write(os.urandom(1 << 20))
         names = scheduler_names(schedulers)
         control.report_phase("reading headers")
         train_set, held_out_set = _data_sets(data, chosen, progress)
@@ -98,72 +98,71 @@ def compare(
             sized = as_configured(schedulers, chosen, train_set)
         else:
             sized = size_schedulers(names, chosen, train_set, progress=progress)
-        equal, time = "memory" if sized.budget is None else "batch_size", sized.time
-        config = {
-            **dataclasses.asdict(chosen),
-            "equal": None if isinstance(schedulers, Mapping) else equal,  # what is the same for all
-            "budget": sized.budget,
-            "data": train_set.records.source,
-            "num_train": len(train_set),
-            "num_held_out": len(held_out_set),
-            "num_bad_rows": len(train_set.records.bad_rows),
-            "budget_unit": COST.unit,
-            "memory_limit_bytes": sized.limit_bytes,
-            "time_model": time and {**time.held_out, "spread_ratio": time.spread_ratio},
-            "image": None if chosen.processor else str(train_set.image_policy),
-            "num_negatives": NUM_NEGATIVES,
-            "warmup_steps": WARMUP_STEPS,
-            "machine": describe_machine(chosen.device),
-            "versions": versions(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        folder = None if out is None else move_earlier_aside(Path(out), COMPARISON_FILES, say=progress)
+        equal = "memory" if sized.budget is None else "batch_size"  # what is the same for all
+        config = _description(chosen, sized, train_set, held_out_set)
         setup = ComparisonSetup(
             options=chosen,
-            config=config,
+            config=config | {"equal": None if isinstance(schedulers, Mapping) else equal},
             train_set=train_set,
             held_out_set=held_out_set,
-            folder=folder,
+            folder=None if out is None else move_earlier_aside(Path(out), COMPARISON_FILES, say=progress),
             control=control,
             sized=sized,
         )
-        if folder is not None and time is not None:
-            time.save(folder / TIME_MODEL)
         gc.collect()
         gc.freeze()  # else each collection between turns would scan all imported objects
         stack.callback(gc.unfreeze)
-        runs = [ComparisonRun(name, planner, setup) for name, planner in sized.planners.items()]
-        control.report_phase("reading every image once")
-        _warm_page_cache(train_set, progress)
+        return _train_arms(setup, progress, spare_disk)
 
-        def result(interrupted: bool) -> Comparison:
-            finished = min(len(run.epochs) for run in runs)
-            arms = [run.result(finished) for run in runs]
-            return Comparison(config=config, arms=arms, interrupted=interrupted, folder=folder)
 
-        def keep() -> None:  # a kill or an error loses no epoch that all have finished
-            if folder is not None:
-                result(interrupted=True).save_numbers(folder)
+def _description(options: ComparisonOptions, sized: Sized, train_set: Any, held_out: Any) -> dict[str, Any]:
+    """What is compared, on what and where: the keys of `comparison.json` beside the results."""
+    time = sized.time
+    return {
+        **dataclasses.asdict(options),
+        "budget": sized.budget,
+        "data": train_set.records.source,
+        "num_train": len(train_set),
+        "num_held_out": len(held_out),
+        "num_bad_rows": len(train_set.records.bad_rows),
+        "budget_unit": COST.unit,
+        "memory_limit_bytes": sized.limit_bytes,
+        "time_model": time and {**time.held_out, "spread_ratio": time.spread_ratio},
+        "image": None if options.processor else str(train_set.image_policy),
+        "num_negatives": NUM_NEGATIVES,
+        "warmup_steps": WARMUP_STEPS,
+        "machine": describe_machine(options.device),
+        "versions": versions(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
-        try:
-            interrupted = take_turns(runs, setup, progress, room, keep)
-        except Exception as error:
-            if folder is not None and (folder / COMPARISON).exists():
-                kept = f"load_comparison({str(folder)!r}) has the epochs that all schedulers finished"
-                error.add_note(kept)
-            raise
-        if not all(run.epochs for run in runs):
-            raise KeyboardInterrupt
-        # minutes of training must not be lost in the last second
-        with signals_held(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            comparison = result(interrupted)
-            if folder is not None:
-                try:
-                    comparison.save(folder)
-                except OSError:  # the disk is full: what was measured is shown, at least
-                    print(comparison, file=sys.stderr)
-                    raise
-        return comparison
+
+def _train_arms(setup: ComparisonSetup, progress: bool, spare_disk: ExitStack) -> Comparison:
+    """Train under every scheduler, and save the result."""
+    folder, time = setup.folder, setup.sized.time
+    if folder is not None and time is not None:
+        time.save(folder / TIME_MODEL)
+    runs = [ComparisonRun(name, planner, setup) for name, planner in setup.sized.planners.items()]
+    setup.control.report_phase("reading every image once")
+    _warm_page_cache(setup.train_set, progress)
+    try:
+        interrupted = take_turns(runs, setup, progress, spare_disk)
+    except Exception as error:
+        if folder is not None and (folder / COMPARISON).exists():
+            error.add_note(f"load_comparison({str(folder)!r}) has the epochs that all schedulers finished")
+        raise
+    if not all(run.epochs for run in runs):
+        raise KeyboardInterrupt
+    # minutes of training must not be lost in the last second
+    with signals_held(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        comparison = result_of(runs, setup, interrupted=interrupted)
+        if folder is not None:
+            try:
+                comparison.save(folder)
+            except OSError:  # the disk is full: what was measured is shown, at least
+                print(comparison, file=sys.stderr)
+                raise
+    return comparison
 
 
 def _data_sets(data: Any, options: ComparisonOptions, progress: bool) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ import dataclasses
 import gc
 import io
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from mmlab.comparison import preparation
 from mmlab.comparison.options import ComparisonOptions
-from mmlab.comparison.result import ArmResult
+from mmlab.comparison.result import ArmResult, Comparison
 from mmlab.comparison.run import Run
 from mmlab.comparison.sizing import Sized, largest_batches
 from mmlab.errors import DataError
@@ -35,7 +35,7 @@ from mmlab.loading.loader import PlannedLoader
 from mmlab.machine import progress_bar
 from mmlab.pricing.step_prices import peak_of, take_first_step
 from mmlab.runs.control import Control
-from mmlab.runs.events import RunEvent
+from mmlab.runs.events import PROCESS_RSS, RunEvent
 from mmlab.runs.follow import RunState
 from mmlab.runs.meters import LiveBytes
 from mmlab.runs.summaries import after_warmup, summarize
@@ -161,13 +161,8 @@ class ComparisonRun:
         self._planned = list(zip(plan.shapes, self._setup.expected(plan).tolist(), strict=True))
         trainer = self._make_trainer()
         trainer.load_state_dict(torch.load(io.BytesIO(self._saved), map_location="cpu", weights_only=False))
-        sized = self._setup.sized
-        memory, _ = sized.prices(plan)
-        # tokens and patches are limited, also of packs whose bytes cannot be predicted; at equal memory bytes are
-        costs, limit = preparation.costs_of(plan), sized.budget or plan.limits.budget
-        needed = costs if memory is None else plan.costs(memory)
-        if sized.budget is None and memory is not None:
-            costs, limit = needed, sized.limit_bytes
+        memory, _ = self._setup.sized.prices(plan)
+        needed = preparation.costs_of(plan) if memory is None else plan.costs(memory)
         self._counted = self._steps_to_count(needed)
         self._trainer = trainer
         self._choose_counting()
@@ -175,13 +170,10 @@ class ComparisonRun:
         self._trainer = None
         if self._setup.control.stopped:
             raise KeyboardInterrupt
-        shares = costs / (limit or 0.0)
         for measure, batch in largest_batches(plan, memory).items():
             self._largest[measure] = max(batch, self._largest.get(measure, batch))
         held_out_values = trainer.evaluate(held_out)
-        above = int((shares > ROUNDING).sum())
-        kept = {"peak_over_budget": float(shares.max()), "batches_over_budget": above}
-        self.epochs.append(self._measure(plan, held_out_values) | kept)
+        self.epochs.append(self._measure(plan, held_out_values))
         self._run.write("eval", **held_out_values)
         self._saved = _saved(trainer)
 
@@ -212,7 +204,7 @@ class ComparisonRun:
 
     def _measure(self, plan: BatchPlan, held_out: Mapping[str, float]) -> dict[str, float]:
         """Figures of the epoch that was trained last."""
-        found, steps = summarize(self._epoch), self._epoch
+        found, steps, shares = summarize(self._epoch), self._epoch, self._shares_of_limit(plan)
         step_s = steps.column("step_s") - steps.column("data_wait_s")
         losses, samples = steps.column("loss"), steps.column("num_samples")
         learnt = ~np.isnan(losses)  # the rest had no negatives
@@ -237,7 +229,20 @@ class ComparisonRun:
             "num_unlearnt_samples": int(samples[~learnt].sum()),
             "held_out_loss": held_out["loss"],
             **{key: held_out[key] for key in _RETRIEVAL_KEYS if key in held_out},
+            "peak_over_budget": float(shares.max()),
+            "batches_over_budget": int((shares > ROUNDING).sum()),
         }
+
+    def _shares_of_limit(self, plan: BatchPlan) -> NDArray[np.float64]:
+        """(M,) how much of the limit each batch takes: of the bytes at equal memory, else of the budget.
+
+        Packs whose bytes cannot be predicted have a budget of their own.
+        """
+        sized = self._setup.sized
+        memory, _ = sized.prices(plan)
+        if sized.budget is None and memory is not None:
+            return plan.costs(memory) / (sized.limit_bytes or 0.0)
+        return preparation.costs_of(plan) / (sized.budget or plan.limits.budget or 0.0)
 
     def _steps_to_count(self, costs: NDArray[np.float64]) -> set[int]:
         """The epoch's costliest step, and others spread evenly over the costs.
@@ -269,7 +274,7 @@ class ComparisonRun:
             values = {**event.values, "predicted_cost": cost}
             if self._setup.sized.limit_bytes is not None:
                 values["limit_bytes"] = self._setup.sized.limit_bytes
-            if values["memory_source"] == "process RSS":  # not the step's own: only counted steps have a peak
+            if values["memory_source"] == PROCESS_RSS:  # not the step's own: only counted steps have a peak
                 values["memory_source"] = "live tensors"
                 del values["peak_bytes"]
             measured = (values["num_samples"], values["num_tokens"], values["height"], values["width"])
@@ -280,18 +285,23 @@ class ComparisonRun:
         self._run.emit(event)
 
 
+def result_of(runs: Sequence[ComparisonRun], setup: ComparisonSetup, *, interrupted: bool) -> Comparison:
+    """The results over the epochs that every run has finished."""
+    finished = min(len(run.epochs) for run in runs)
+    arms = [run.result(finished) for run in runs]
+    return Comparison(config=setup.config, arms=arms, interrupted=interrupted, folder=setup.folder)
+
+
 def take_turns(
-    runs: list[ComparisonRun],
-    setup: ComparisonSetup,
-    progress: bool,
-    room: ExitStack,
-    keep: Callable[[], None],
+    runs: Sequence[ComparisonRun], setup: ComparisonSetup, progress: bool, spare_disk: ExitStack
 ) -> bool:
     """Train every run epoch by epoch, in rotating order; returns True if the user, or a full disk, interrupted.
 
+    Results are written whenever every run has finished an epoch: a kill or an error loses no epoch that all have
+    finished.
+
     Args:
-        room: space on the disk, set free before the runs' ends are written.
-        keep: called when every run has finished an epoch, but for the last.
+        spare_disk: space on the disk, set free before the runs' ends are written.
     """
     num_epochs = setup.options.epochs
     held_out = preparation.held_out_loader(setup.held_out_set)
@@ -300,7 +310,7 @@ def take_turns(
         with ExitStack() as stack, progress_bar(total=total, unit="epoch", show=progress) as bar:
             for run in runs:
                 stack.enter_context(run.begin())
-            stack.callback(room.close)
+            stack.callback(spare_disk.close)
             for epoch in range(num_epochs):
                 for turn in range(len(runs)):
                     run = runs[(turn + epoch) % len(runs)]
@@ -311,14 +321,14 @@ def take_turns(
                         error.add_note(f"while scheduler {run.name} trained")
                         raise
                     bar.update()
-                if epoch + 1 < num_epochs:
-                    keep()
+                if epoch + 1 < num_epochs and setup.folder is not None:
+                    result_of(runs, setup, interrupted=True).save_numbers(setup.folder)
     except KeyboardInterrupt:
         return True
     except OSError as error:
         if not all(run.epochs for run in runs):
             raise
-        warnings.warn(f"stopped early, epochs that every run finished are kept: {error}", stacklevel=3)
+        warnings.warn(f"stopped early, epochs that every run finished are kept: {error}", stacklevel=4)
         return True
     return False
 
