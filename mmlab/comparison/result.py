@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from html import escape
 from importlib import resources
@@ -108,9 +109,6 @@ class Comparison:
         import pandas as pd
 
         table = self.table.rename_axis(None)  # an index name would take a line of its own
-        predicted = {}
-        if table["predicted_samples_per_s"].notna().all():
-            predicted["predicted samples/s"] = table["predicted_samples_per_s"].astype(float).round(1)
         return pd.DataFrame(
             {
                 "batches": table["num_batches"],
@@ -119,7 +117,7 @@ class Comparison:
                 "combined waste %": (100 * table["combined_waste"]).round(1),
                 "peak / budget": table["peak_over_budget"].round(2),
                 "samples/s": table["samples_per_s"].round(1),
-                **predicted,
+                "predicted samples/s": table["predicted_samples_per_s"].astype(float).round(1),
                 "median step ms": (1000 * table["step_s"]).round(1),
                 "data wait %": (100 * table["data_wait_ratio"]).round(1),
                 "peak MiB": (table["peak_bytes"] / 2**20).round(1),
@@ -127,7 +125,7 @@ class Comparison:
                 "R@1 image > text %": (100 * table["image_to_text_r1"].astype(float)).round(1),
                 "R@1 text > image %": (100 * table["text_to_image_r1"].astype(float)).round(1),
             }
-        ).dropna(axis="columns", how="all")
+        ).dropna(axis="columns", how="all")  # what this model has no figures of
 
     @property
     def ok(self) -> bool:
@@ -136,98 +134,111 @@ class Comparison:
 
     def notes(self) -> list[str]:
         """How to read the figures: what was held equal, and what was not."""
-        config = self.config
-        sources = sorted({arm.peak_source for arm in self.arms})
-        samples = "pairs" if config.get("processor") is None else "conversations"
-        notes = [
-            f"{config['num_train']} training and {config['num_held_out']} held-out {samples}, {config['epochs']} "
-            f"epoch{'s' * (config['epochs'] != 1)}; same initial weights and same samples for every scheduler. Epochs "
-            f"of the schedulers alternate; the first {config['warmup_steps']} steps of each are not timed.",
+        return [
+            *self._warnings(),
+            self._setting(),
             *self._limit_notes(),
             *self._data_notes(),
-            f"Peak memory is {' and '.join(sources)}.",
-            *self._loss_notes(),
+            *self._measure_notes(),
+            *self._difference_notes(),
         ]
-        if len({arm.num_batches for arm in self.arms}) > 1:
-            notes.append("The number of optimizer steps differs between schedulers.")
-        if self._all_overlap:
-            level = "No scheduler is faster than another: all epochs overlap in samples/s. Give more epochs or data."
-            notes.insert(0, level)
-        elif pairs := ", ".join(f"{one} and {other}" for one, other in self.overlapping):
-            notes.append(f"Not distinguishable, because their epochs overlap in samples/s: {pairs}.")
-        apart = all(arm.options.get("allow_collisions") == "False" for arm in self.arms)
-        if apart and self.config.get("processor") is None:
-            notes.append("No batch of any scheduler holds two captions of one image.")
-        counts = {arm.scheduler: arm.num_unlearnt_samples for arm in self.arms}
-        if unlearnt := ", ".join(f"{name} {count}" for name, count in counts.items() if count):
-            notes.append(
-                f"Samples without another image in their batch, from which a contrastive loss learns nothing: {unlearnt}."
-            )
-        if self._too_short:
-            notes.insert(0, f"{self._too_short.capitalize()}: give more data, or smaller batches.")
+
+    def _warnings(self) -> Iterator[str]:
+        """Why the figures may say less than they seem to; a reader must see these first."""
         if self.interrupted:
-            num = f"{len(self.arms[0].epochs)} of {config['epochs']}"
-            notes.insert(0, f"Interrupted: the figures cover the {num} epochs that every scheduler finished.")
-        return notes
+            num = f"{len(self.arms[0].epochs)} of {self.config['epochs']}"
+            yield f"Interrupted: the figures cover the {num} epochs that every scheduler finished."
+        if self._too_short:
+            yield f"{self._too_short.capitalize()}: give more data, or smaller batches."
+        if self._all_overlap:
+            yield "No scheduler is faster than another: all epochs overlap in samples/s. Give more epochs or data."
 
-    def _loss_notes(self) -> list[str]:
-        chances = [arm.chance_r1 for arm in self.arms if arm.chance_r1 is not None]
-        if not chances:
-            return ["Held-out loss is a mean over the tokens of the answers."]
-        return [
-            f"R@1 ranks all held-out pairs; chance is {100 * max(chances):.1f} %.",
-            "Held-out loss is a mean over samples, each ranked against a fixed number of candidates, so the batch size "
-            "does not move it.",
-        ]
+    def _setting(self) -> str:
+        config = self.config
+        samples = "pairs" if config.get("processor") is None else "conversations"
+        return (
+            f"{config['num_train']} training and {config['num_held_out']} held-out {samples}, {config['epochs']} "
+            f"epoch{'s' * (config['epochs'] != 1)}; same initial weights and same samples for every scheduler. Epochs "
+            f"of the schedulers alternate; the first {config['warmup_steps']} steps of each are not timed."
+        )
 
-    def _data_notes(self) -> list[str]:
-        limit, size, notes = self.config["limit"], self.config["batch_size"], []
-        if limit is not None:
-            notes.append(f"limit={limit}: pairs drawn by seed {self.config['seed']} from every split.")
-        if num_bad := self.config.get("num_bad_rows"):
-            notes.append(f"Rows that cannot be used, and are left out: {num_bad}.")
-        if size > self.config["num_train"]:
-            notes.append(f"batch_size {size} is more than the training pairs: no batch is that large.")
-        return notes
-
-    def _limit_notes(self) -> list[str]:
+    def _limit_notes(self) -> Iterator[str]:
         config = self.config
         if config["equal"] != "memory":
             budget = f"{config['budget']:.0f} {config['budget_unit']} a batch"
             if config["equal"] is None:
-                return [f"Schedulers as they were configured; peak / budget is of {budget}."]
-            return [f"Budget {budget}; fixed batch size {config['batch_size']}."]
+                yield f"Schedulers as they were configured; peak / budget is of {budget}."
+            else:
+                yield f"Budget {budget}; fixed batch size {config['batch_size']}."
+            return
         given = f"the predicted peak of random with {config['batch_size']} samples a batch"
         if config["memory_gb"] is not None:
             given = f"what is free of {config['memory_gb']:g} GiB, less what Python and torch take"
         sizes = ", ".join(f"{arm.scheduler} {_size(arm)}" for arm in self.arms)
-        notes = [
+        yield (
             f"Equal memory: a step may need {config['memory_limit_bytes'] / 2**20:.0f} MiB ({given}); every scheduler "
             f"has the largest batches that are predicted to fit. A batch holds at most: {sizes}."
-        ]
+        )
         if config.get("processor") is None and any(arm.scheduler == "packed" for arm in self.arms):
-            notes.append(
+            yield (
                 "packed, whose bytes are not predicted: its largest packs were measured, and made smaller to fit; its "
                 "seconds are predicted from steps on some of its packs."
             )
-        speeds = [(arm.predicted_samples_per_s, arm.samples_per_s) for arm in self.arms]
+        yield from self._prediction_notes()
+
+    def _prediction_notes(self) -> Iterator[str]:
+        """Whether the time model was right."""
         if wrong := ", ".join(f"{faster} is faster than {slower}" for faster, slower in self.misranked):
-            spread = f"{config['time_model']['spread_ratio']:.0%}"
-            notes.append(
+            spread = f"{self.config['time_model']['spread_ratio']:.0%}"
+            yield (
                 f"Predicted in the wrong order: in fact {wrong}. Repeats of one step varied by {spread} when the steps were timed."
             )
         elif not (self._all_overlap or self._too_short):
-            notes.append(
+            yield (
                 "Predicted and measured samples/s rank the schedulers alike, apart from those within 5 % of each other "
                 "and those whose epochs overlap."
             )
+        speeds = [(arm.predicted_samples_per_s, arm.samples_per_s) for arm in self.arms]
         if off := [predicted / measured - 1 for predicted, measured in speeds if predicted]:
             pace = "slower" if max(off) < -_OTHER_PACE else "faster" if min(off) > _OTHER_PACE else None
             so = f": the machine was probably {pace} when steps were timed." if pace else "."
-            notes.append(
-                f"Predicted samples/s are {min(off):+z.0%} to {max(off):+z.0%} off those measured{so}"
-            )
-        return notes
+            yield f"Predicted samples/s are {min(off):+z.0%} to {max(off):+z.0%} off those measured{so}"
+
+    def _data_notes(self) -> Iterator[str]:
+        config = self.config
+        if config["limit"] is not None:
+            yield f"limit={config['limit']}: pairs drawn by seed {config['seed']} from every split."
+        if num_bad := config.get("num_bad_rows"):
+            yield f"Rows that cannot be used, and are left out: {num_bad}."
+        if config["batch_size"] > config["num_train"]:
+            yield f"batch_size {config['batch_size']} is more than the training pairs: no batch is that large."
+
+    def _measure_notes(self) -> Iterator[str]:
+        """What the columns of memory, loss and recall are."""
+        yield f"Peak memory is {' and '.join(sorted({arm.peak_source for arm in self.arms}))}."
+        chances = [arm.chance_r1 for arm in self.arms if arm.chance_r1 is not None]
+        if not chances:
+            yield "Held-out loss is a mean over the tokens of the answers."
+            return
+        yield f"R@1 ranks all held-out pairs; chance is {100 * max(chances):.1f} %."
+        yield (
+            "Held-out loss is a mean over samples, each ranked against a fixed number of candidates, so the batch size "
+            "does not move it."
+        )
+
+    def _difference_notes(self) -> Iterator[str]:
+        """In what the schedulers differ besides speed."""
+        if len({arm.num_batches for arm in self.arms}) > 1:
+            yield "The number of optimizer steps differs between schedulers."
+        pairs = ", ".join(f"{one} and {other}" for one, other in self.overlapping)
+        if pairs and not self._all_overlap:
+            yield f"Not distinguishable, because their epochs overlap in samples/s: {pairs}."
+        apart = all(arm.options.get("allow_collisions") == "False" for arm in self.arms)
+        if apart and self.config.get("processor") is None:
+            yield "No batch of any scheduler holds two captions of one image."
+        counts = {arm.scheduler: arm.num_unlearnt_samples for arm in self.arms}
+        if unlearnt := ", ".join(f"{name} {count}" for name, count in counts.items() if count):
+            yield f"Samples without another image in their batch, from which a contrastive loss learns nothing: {unlearnt}."
 
     @property
     def misranked(self) -> list[tuple[str, str]]:
