@@ -87,7 +87,9 @@ def conversation_sizes(
         # none yet, or damaged: found again
         with suppress(OSError, ValueError, TypeError, EOFError, BadZipFile), np.load(path) as saved:
             return ConversationSizes(**saved)
-    found = _sizes(conversations, processor, progress)
+    found = _stated_sizes(conversations, processor, progress)
+    if found is None:
+        found = _measured_sizes(conversations, processor, progress)
     found = found._replace(pads_images=_pads_images(conversations, processor, found.work))
     if is_encoder_decoder(processor):
         answers = [len(answer) for answer in answer_tokens(processor, conversations.messages)]
@@ -200,33 +202,40 @@ def image_tokens(processor: Any, sizes: Sequence[Size]) -> tuple[list[int], list
         return None
 
 
-def _sizes(conversations: Conversations, processor: Any, progress: bool) -> ConversationSizes:
-    sizes, messages = conversations.image_sizes, conversations.messages
-    num_images = np.array([len(own) for own in sizes], dtype=np.int64)
+def _stated_sizes(conversations: Conversations, processor: Any, progress: bool) -> ConversationSizes | None:
+    """Sizes by the processor's own rule; None where it states none, or where real calls give others."""
+    sizes = conversations.image_sizes
     distinct = list({size for own in sizes for size in own})
-    told = image_tokens(processor, distinct)
-    if told is not None:
-        of_size = dict(zip(distinct, zip(*told, strict=True), strict=True))
-        sums = [[sum(of_size[size][kind] for size in own) for kind in (0, 1)] for own in sizes]
-        tokens, patches = np.array(sums, dtype=np.int64).reshape(-1, 2).T
-        without = _count_tokens(processor, messages, progress)
-        # a processor adds the same number of tokens to every text, and the same around every image
-        rows = _spread(num_images, tokens)
-        lengths = np.array([_measured(conversations, processor, row)[0] for row in rows])
-        gaps = lengths - (without + tokens)[rows]
-        design = np.stack([np.ones(len(rows)), num_images[rows]], axis=1)
-        if (num_images[rows] == num_images[rows][:1]).all():
-            design[:, 1] = 0  # one gap for all
-        around = np.rint(np.linalg.lstsq(design, gaps, rcond=None)[0]).astype(np.int64)
-        if np.array_equal(design @ around, gaps):
-            total = without + tokens + around[0] + around[1] * num_images
-            return ConversationSizes(*(column.astype(np.int32) for column in (total, tokens, patches)))
+    stated = image_tokens(processor, distinct)
+    if stated is None:
+        return None
+    tokens_of, patches_of = (dict(zip(distinct, counts, strict=True)) for counts in stated)
+    tokens = np.array([sum(tokens_of[size] for size in own) for own in sizes], dtype=np.int64)
+    patches = np.array([sum(patches_of[size] for size in own) for own in sizes], dtype=np.int64)
+    lengths = _count_tokens(processor, conversations.messages, progress) + tokens
+    num_images = np.array([len(own) for own in sizes], dtype=np.int64)
+    # a processor adds the same number of tokens to every text, and the same around every image
+    rows = _spread(num_images, tokens)
+    gaps = np.array([_measured(conversations, processor, row)[0] for row in rows]) - lengths[rows]
+    design = np.stack([np.ones(len(rows)), num_images[rows]], axis=1)
+    if (num_images[rows] == num_images[rows][:1]).all():
+        design[:, 1] = 0  # one gap for all
+    around = np.rint(np.linalg.lstsq(design, gaps, rcond=None)[0]).astype(np.int64)
+    if not np.array_equal(design @ around, gaps):
+        return None
+    lengths += around[0] + around[1] * num_images
+    return ConversationSizes(*(column.astype(np.int32) for column in (lengths, tokens, patches)))
+
+
+def _measured_sizes(conversations: Conversations, processor: Any, progress: bool) -> ConversationSizes:
+    """Sizes from a call of the processor for every sample."""
+    num_samples = len(conversations.messages)
     warnings.warn(
-        f"{type(processor).__name__} does not state exact sequence lengths, so all {len(sizes)} are measured by "
+        f"{type(processor).__name__} does not state exact sequence lengths, so all {num_samples} are measured by "
         "calling it, on blank images of their sizes",
         stacklevel=3,
     )
-    bar = progress_bar(range(len(sizes)), "measuring samples", show=progress)
+    bar = progress_bar(range(num_samples), "measuring samples", show=progress)
     measured = np.array([_measured(conversations, processor, row) for row in bar], dtype=np.int32)
     return ConversationSizes(*np.ascontiguousarray(measured.reshape(-1, 3).T))
 
