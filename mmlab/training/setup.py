@@ -213,19 +213,20 @@ class TrainerSetup:
     def _plan_schedule(self, loader: Iterable[Batch], last_epoch: int) -> None:
         """Work out the schedule's length, unless it was given or comes from the run that is resumed."""
         num_shares = self.strategy.num_shares
-        planned_for = getattr(getattr(loader, "scheduler", None), "world_size", num_shares)
+        planned_for = _planned_for(loader, num_shares)
         if planned_for % num_shares:
             raise OptionError(
                 f"the batches are planned for {planned_for} rank, so each of {num_shares} would train all samples: "
                 f"make_scheduler(..., world_size={num_shares}), of whose plan a PlannedLoader takes this rank's share"
             )
-        current = num_shares, self.options.accumulation_steps
-        step_changed = self.saved_with != current and self.step > 0  # a step holds other micro-batches
-        is_known = self.total_steps is not None and last_epoch == self.last_epoch
-        if self.options.total_steps is None and (step_changed or not is_known):
-            self._set_length(loader, last_epoch, stretches=step_changed and is_known)
-        self._num_ranks_changed = step_changed and self.saved_with[0] != num_shares
-        self.last_epoch, self.saved_with = last_epoch, current
+        samples_of_step = num_shares, self.options.accumulation_steps
+        # the steps that the run has done were of more or fewer samples than those to come
+        steps_differ = self.step > 0 and self.saved_with != samples_of_step
+        has_length = self.total_steps is not None and last_epoch == self.last_epoch
+        if self.options.total_steps is None and (steps_differ or not has_length):
+            self._set_length(loader, last_epoch, stretches=steps_differ and has_length)
+        self._num_ranks_changed = self.step > 0 and self.saved_with[0] != num_shares
+        self.last_epoch, self.saved_with = last_epoch, samples_of_step
 
     def _set_length(self, loader: Iterable[Batch], last_epoch: int, *, stretches: bool) -> None:
         """End the schedule with the steps left, stretched from where it stands or anew."""
@@ -290,8 +291,7 @@ class TrainerSetup:
     def _check_eval_loader(self, loader: Any) -> None:
         """Raise OptionError for batches that the ranks share already, or whose token ids or labels mean something else."""
         check_meaning(self, loader)
-        planned_for = getattr(getattr(loader, "scheduler", None), "world_size", 1)
-        if self.strategy.world_size > 1 and planned_for > 1:
+        if self.strategy.world_size > 1 and _planned_for(loader, 1) > 1:
             raise OptionError(
                 "an evaluation itself shares the batches among the ranks: plan those of eval_loader with world_size=1"
             )
@@ -383,6 +383,11 @@ class TrainerSetup:
 
     def _emit_event(self, kind: str, values: StepValues) -> None:
         self._emit(RunEvent.now(kind, self.step, values, self.strategy.rank))
+
+
+def _planned_for(loader: Any, otherwise: int) -> int:
+    """The number of ranks that a loader's batches are planned for, where a scheduler plans them."""
+    return getattr(getattr(loader, "scheduler", None), "world_size", otherwise)
 
 
 def warmup_cosine(step: float, total_steps: int | None, warmup_ratio: float) -> float:
