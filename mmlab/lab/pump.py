@@ -34,9 +34,10 @@ WINDOW = 50  # unacknowledged messages allowed; the page acknowledges every 25th
 SILENCE_S = 1.0  # after so long without an acknowledgement, messages are sent at this interval
 BEAT_S = 1.0  # most seconds between messages, so that the page knows that the kernel is alive
 HEADLINE_S = 4.0  # between two updates of tiles and verdict, once there are any
-FACTS_S = (0.2, 1.0)  # between updates of all but rows, such as the state: without new rows, with them
+# between updates of all but rows, such as the state: without new rows, with them
+FACTS_S, FACTS_WITH_ROWS_S = 0.2, 1.0
 POLL_S = (0.02, 0.1, 0.25)  # between reads of the files: if the last news came within 1 s, 10 s, longer ago
-# of the shortest recent time between steps: no read before that; and of the interval between messages, see `_update`
+# of the shortest recent time between steps: no read before that; and of the interval between messages, see `_count_message`
 REGULAR = 0.95
 SCAN_S = 1.0  # between scans for new folders and files
 ACTIONS = ("start", "pause", "resume", "stop")
@@ -170,30 +171,47 @@ class Pump:
             self._said = {}
             self._sent = {key: min(rows, have.get(key, 0)) for key, rows in self._sent.items()}
         if self._runs.poll():
-            self._news_s, self._fresh = now_s, True
-            steps = [run.event("step", rank) for run in self._runs.ordered for rank in run.ranks()]
-            stepped_s = max((step.time_s for step in steps if step is not None), default=-inf)
-            if stepped_s != self._stepped_s:
-                self._gaps_s.append(abs(stepped_s - self._stepped_s))
-                self._stepped_s, self._stepped_at_s = stepped_s, now_s
-        with self._wake:
-            silent = self._acked < self._seq and now_s - max(self._sent_s, self._seen_s) > SILENCE_S
-            may_send = silent or self._seq - self._acked < (WINDOW if self._heard else 1)
+            self._note_news(now_s)
+        may_send = self._may_send(now_s)
         has_rows = self._more or (self._fresh and now_s >= self._due_s)
-        told = [(run["id"], run["status"]) for run in self._said.get("runs", ())]
-        looks = urgent or told != [(run.id, run.status) for run in self._shown_runs()]
-        # facts are sent along with rows: a separate message would delay the next rows
-        old_s = now_s - self._looked_s
-        looks |= old_s >= FACTS_S[1] if has_rows else old_s >= FACTS_S[0] <= now_s - self._news_s
+        looks = urgent or self._facts_are_due(now_s, has_rows)
         if urgent or (may_send and (has_rows or looks)):
             self._update(now_s, urgent, looks)
+        return self._wait_s(now_s, may_send)
+
+    def _note_news(self, now_s: float) -> None:
+        """Note when something was read, and how far apart the last steps are."""
+        self._news_s, self._fresh = now_s, True
+        steps = [run.event("step", rank) for run in self._runs.ordered for rank in run.ranks()]
+        stepped_s = max((step.time_s for step in steps if step is not None), default=-inf)
+        if stepped_s != self._stepped_s:
+            self._gaps_s.append(abs(stepped_s - self._stepped_s))
+            self._stepped_s, self._stepped_at_s = stepped_s, now_s
+
+    def _may_send(self, now_s: float) -> bool:
+        """Whether the page keeps up with what it was sent, or says nothing at all."""
+        with self._wake:
+            silent = self._acked < self._seq and now_s - max(self._sent_s, self._seen_s) > SILENCE_S
+            return silent or self._seq - self._acked < (WINDOW if self._heard else 1)
+
+    def _facts_are_due(self, now_s: float, has_rows: bool) -> bool:
+        """Whether it is time to look for facts that have changed."""
+        told = [(run["id"], run["status"]) for run in self._said.get("runs", ())]
+        if told != [(run.id, run.status) for run in self._shown_runs()]:
+            return True
+        if has_rows:  # facts are sent along with rows: a separate message would delay the next rows
+            return now_s - self._looked_s >= FACTS_WITH_ROWS_S
+        return now_s - max(self._looked_s, self._news_s) >= FACTS_S
+
+    def _wait_s(self, now_s: float, may_send: bool) -> float:
+        """How long to wait until the next turn."""
         quiet_s = now_s - self._news_s
         poll_s = POLL_S[0] if quiet_s < 1.0 else POLL_S[1] if quiet_s < 10.0 else POLL_S[2]
         if self._more:
             return 0.001 if may_send else poll_s  # an acknowledgement wakes the thread
         ended_s = time.monotonic()
-        early_s = self._stepped_at_s + REGULAR * min(self._gaps_s, default=0.0) - ended_s
-        return max(poll_s, min(early_s, POLL_S[1]), self._due_s - ended_s)
+        next_step_s = self._stepped_at_s + REGULAR * min(self._gaps_s, default=0.0)
+        return max(poll_s, min(next_step_s - ended_s, POLL_S[1]), self._due_s - ended_s)
 
     def _update(self, now_s: float, urgent: bool, looks: bool) -> None:
         """Send what is new, if it is time to; with `looks`, also what is not in rows."""
@@ -207,28 +225,34 @@ class Pump:
             self._more = sum(columns.size for columns in rows.values()) > MAX_NUMBERS // 2
         if not (rows or message or urgent or now_s - self._sent_s >= BEAT_S):
             return
-        # On average one message per interval; one may come early, and each a little, so that messages get in step
-        # with the run also after the page has asked for one.
-        self._paid_s = min(max(self._paid_s, now_s) + REGULAR * INTERVAL_S, now_s + 2 * INTERVAL_S)
-        self._due_s = max(self._paid_s - INTERVAL_S, now_s + 0.5 * INTERVAL_S)
-        self._sent_s = now_s
-        self._seq += 1
+        self._count_message(now_s)
+        runs = self._shown_runs()
         message |= {
             "kind": "update",
             "seq": self._seq,
             "more": self._more,
             "hears": self._heard,
             "rows": [[name, self._sent.get(name, 0), columns.shape[1]] for name, columns in rows.items()],
-            "last_s": max((run.last_s for run in self._shown_runs() if isfinite(run.last_s)), default=None),
+            "last_s": max((run.last_s for run in runs if isfinite(run.last_s)), default=None),
         }
         self._send(message, [b"".join(columns.tobytes() for columns in rows.values())])
         for name, columns in rows.items():
             self._sent[name] = self._sent.get(name, 0) + columns.shape[1]
-        runs = self._shown_runs()
         ids = [run.id for run in runs]
         if not self._more and self._said["state"] in ENDED and self._saved != ids:
             self._saved = ids
             self._save(runs)
+
+    def _count_message(self, now_s: float) -> None:
+        """Number a message that is sent now, and set when the next one is due.
+
+        On average one message per interval; one may come early, and each a little, so that messages get in step with
+        the run also after the page has asked for one.
+        """
+        self._paid_s = min(max(self._paid_s, now_s) + REGULAR * INTERVAL_S, now_s + 2 * INTERVAL_S)
+        self._due_s = max(self._paid_s - INTERVAL_S, now_s + 0.5 * INTERVAL_S)
+        self._sent_s = now_s
+        self._seq += 1
 
     def _shown_runs(self) -> list[RunState]:
         return [run for run in self._runs.ordered if run.id not in self._cleared]
