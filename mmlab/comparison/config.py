@@ -201,10 +201,12 @@ def _plain_options(kind: type) -> dict[str, tuple[Any, Any]]:
 
 
 def _augment(values: Mapping[str, Any], where: str) -> Augment | None:
-    """The named augmentation (default: `crop`) with the given options changed; None without any key."""
+    """The named augmentation (default: `crop`) with the given options changed; without any, `none` is None."""
     options = dict(values)
     base = augmentation(options.pop("name", "crop" if options else "none"))
-    return None if base is None else read_options(Augment, {**dataclasses.asdict(base), **options}, where)
+    if not options:
+        return base
+    return read_options(Augment, {**dataclasses.asdict(base or Augment(crop_scale=None)), **options}, where)
 
 
 def _given(options: Any) -> Section:

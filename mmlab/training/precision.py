@@ -209,11 +209,8 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 def fresh_state(weight: nn.Parameter) -> dict[str, Tensor]:
     """Fused AdamW's state of a weight before the first update."""
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=weight.device),
-        "exp_avg": torch.zeros_like(weight, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.preserve_format),
-    }
+    step = torch.zeros((), dtype=torch.float32, device=weight.device)
+    return {"step": step, "exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
 
 
 def _clip(

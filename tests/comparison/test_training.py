@@ -28,6 +28,7 @@ from mmlab.comparison.config import CheckpointOptions, load_config
 from mmlab.comparison.options import LoaderOptions
 from mmlab.comparison.plan import _kept
 from mmlab.comparison.train import load_trained, train
+from mmlab.data.augment import Augment
 from mmlab.data.readers import read_records
 from mmlab.data.records import Records
 from mmlab.errors import DataError, OptionError
@@ -136,7 +137,11 @@ def test_a_held_out_image_that_cannot_be_read_is_left_out_as_in_training(
 
 
 @pytest.mark.parametrize(
-    "change", ["augment.name=crop", "augment.hue=0.0", "augment.hue=0.1", "augment.name=none"]
+    "change",
+    [
+        *("augment.name=crop", "augment.hue=0.0", "augment.hue=0.1", "augment.name=none"),
+        "augment={name='none', hue=0.1}",
+    ],
 )
 def test_a_configuration_that_is_written_reads_back_as_it_was(
     change: str, config: Path, tmp_path: Path
@@ -492,6 +497,7 @@ def test_a_run_goes_on_with_its_own_words_and_without_its_configuration(config: 
         ("data.num_workers=many", r"num_workers: expected a valid integer or 'auto', found 'many'"),
         ("name=3", r"name must be that of a folder inside the runs, found 3"),
         ("augment.hue=2", r"\[augment\] of .*: hue must be at most 0.5, found 2"),
+        ("augment={name='none', hues=0.1}", r"unknown key in \[augment\] of .* 'hues'; did you mean 'hue'"),
         ("augment.name=colours", r"unknown augmentation 'colours'; did you mean 'colour'\?"),
         ("sampling.adaptive=loses", r"adaptive: expected 'off', 'sampling' or 'loss', found 'loses'"),
         ("sampling.correct=true", r"\[sampling\] of .*: correct needs adaptive='sampling'"),
@@ -505,6 +511,12 @@ def test_a_run_goes_on_with_its_own_words_and_without_its_configuration(config: 
 def test_what_is_wrong_in_the_file_is_named(config: Path, change: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         load_config(config, [change])
+
+
+def test_options_beside_the_augmentation_none_are_all_that_changes_an_image(config: Path) -> None:
+    chosen = load_config(config, ["augment={name='none', hue=0.1}"])
+    assert chosen.augment == Augment(crop_scale=None, hue=0.1)
+    assert load_config(config, ["augment.name=none"]).augment is None
 
 
 def test_a_file_that_is_not_there_or_not_toml_is_named(tmp_path: Path) -> None:
