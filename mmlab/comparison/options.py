@@ -87,10 +87,10 @@ class ComparisonOptions(SamplingOptions):
 class LoaderOptions:
     """The options of `PlannedLoader` that a TOML file can set."""
 
-    backend: str = "threads"
+    backend: Literal["threads", "torch"] = "threads"
     num_workers: int | Literal["auto"] | None = None
     prefetch: int | None = None
-    on_bad_sample: str = "raise"
+    on_bad_sample: Literal["raise", "skip"] = "raise"
     max_bad_samples: int = 100
     max_ram_gb: float | None = None
 

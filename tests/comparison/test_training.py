@@ -495,6 +495,8 @@ def test_a_run_goes_on_with_its_own_words_and_without_its_configuration(config: 
         ("trainer.num_epochs=true", r"num_epochs: expected a valid integer, found True"),
         ("trainer.objectives=contrastive", r"objectives: expected a valid array, found 'contrastive'"),
         ("data.num_workers=many", r"num_workers: expected a valid integer or 'auto', found 'many'"),
+        ("data.backend=thread", r"\[data\] of .* backend: expected 'threads' or 'torch', found 'thread'"),
+        ("data.on_bad_sample=drop", r"on_bad_sample: expected 'raise' or 'skip', found 'drop'"),
         ("name=3", r"name must be that of a folder inside the runs, found 3"),
         ("augment.hue=2", r"\[augment\] of .*: hue must be at most 0.5, found 2"),
         ("augment={name='none', hues=0.1}", r"unknown key in \[augment\] of .* 'hues'; did you mean 'hue'"),
