@@ -541,6 +541,8 @@ def test_too_few_images_on_either_side_are_refused(records: Records) -> None:
         ({"batch_size": 1.5}, "compare batch_size: expected a valid integer, found 1.5"),
         ({"batch_size": 100_000}, "compare: batch_size must be at most 65,536, found 100000"),
         ({"memory_gb": float("inf")}, "memory_gb"),
+        ({"memory_gb": 2.0, "equal": "batch_size"}, "memory_gb limits batches at equal memory"),
+        ({"memory_gb": 2.0, "budget": 3000.0}, "memory_gb limits batches at equal memory"),
         ({"lr": -1.0}, "compare: lr must be at least 0, found -1.0"),
         ({"seed": 2**64}, "seed must be at most"),
         ({"num_workers": -1}, "num_workers must be at least 0, found -1"),
