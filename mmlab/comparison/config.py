@@ -7,7 +7,7 @@ defaults, but `image` is `aspect:128`. `examples/train.toml` shows them at work.
                   folder of a cache, which is filled before training, and cache_limit_gib (see docs/internals/cache.md)
     [augment]     name, and options of `mmlab.Augment` that override those of that name
     [sampling]    ratios, length, adaptive, correct (`mmlab.comparison.options.SamplingOptions`)
-    [model]       preset, image_encoder, text_encoder, and the sizes of `mmlab.model.ModelConfig`; or name,
+    [model]       preset, image_encoder, text_encoder, and the sizes of `mmlab.model.presets.ModelConfig`; or name,
                   that of a vision-language model of transformers, and lora_rank: then `path` holds
                   conversations, and [data] has processor (default: the model's own) instead of image,
                   tokenizer, max_tokens and augmentation

@@ -18,7 +18,7 @@ class TrainOptions:
     0.001
 
     Args:
-        objectives: names in `mmlab.training.losses.OBJECTIVES`; their means are added. A model that computes its own
+        objectives: names in `mmlab.training.losses.names.OBJECTIVES`; their means are added. A model that computes its own
             loss does not use them. "contrastive_all_ranks" is "contrastive" with the negatives of all ranks.
         weighting: how the factors of several objectives are chosen, a name in `mmlab.training.weighting.WEIGHTINGS`.
         eval_every: optimizer steps between evaluations within an epoch; None evaluates after each epoch only.
