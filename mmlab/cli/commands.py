@@ -193,17 +193,17 @@ def plan(
     left_out = ("memory", "fastest") if model is None else ("memory",)
     usual = [name for name in SCHEDULERS if name not in left_out]
     names = scheduler_names(_names(schedulers) if schedulers else usual)
-    planned: Any = {"ranks": ranks, "epochs": epochs}
     # captions of one image are kept apart, as in `compare`
-    own: Any = {"seed": seed, "allow_collisions": False}
+    options: Any = {"seed": seed, "allow_collisions": False}
     if model is None:
-        found = preview(sizes, names, budget=budget, **planned, **own)
+        found = preview(sizes, names, budget=budget, ranks=ranks, epochs=epochs, **options)
         hint = "batches cost as many tokens, not as many bytes; with --model they take equal memory, and seconds are shown"
         return Printed(document=found.as_dict(), text=f"images: {made}; {found}\n{hint}")
-    rented: Any = {"device_name": device_name, "price_per_hour": price_per_hour, "precision": precision}
-    rented |= {"dataset": dataset, "memory_gb": memory_gb, "epochs": epochs, "world_size": ranks}
-    prices, planners = price_plans(model, sizes, names, **rented, **own)
-    found = preview(sizes, planners, prices=prices.figures, patch=prices.memory.patch, **planned)
+    options |= {"device_name": device_name, "price_per_hour": price_per_hour, "precision": precision}
+    options |= {"dataset": dataset, "memory_gb": memory_gb, "epochs": epochs, "world_size": ranks}
+    prices, planners = price_plans(model, sizes, names, **options)
+    patch = prices.memory.patch
+    found = preview(sizes, planners, prices=prices.figures, patch=patch, ranks=ranks, epochs=epochs)
     seconds = {"seconds": prices.time.conditions["method"]}
     document = {name: figures | seconds for name, figures in found.as_dict().items()}
     return Printed(document=document, text=f"{prices}\nimages: {made}; model: {model}; {found}")
