@@ -76,15 +76,16 @@ class LossModel(NormalisesPixels):
         self.module, self.mask_ratio = module, mask_ratio
         # from_pretrained gives a model in evaluation mode; the first step then puts all of it into training mode
         self.training = module.training
-        self.accepted = tuple(_check_signature(module))
         config = getattr(module, "config", None)
         tokens = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
-        if "pixel_values" in self.accepted and any(token is not None for token in tokens):
+        has_pixels = "pixel_values" in inspect.signature(module.forward).parameters
+        if has_pixels and any(token is not None for token in tokens):
             raise OptionError(
                 f"{type(module).__name__} reads an image as tokens in the text, which these batches do not have; give its "
                 "processor and conversations: --processor, or a ConversationModel and a ConversationDataset "
                 "(docs/guide/models.md)"
             )
+        self.accepted = tuple(_check_signature(module))
         self.labels = _usual_labels(module) if labels is None else labels
         check_name("kind of labels", self.labels, ("batch", "text", "masked"))
         self.shifts_labels = self.labels == "text" and not getattr(config, "is_encoder_decoder", False)
