@@ -70,7 +70,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
             weight.requires_grad_(False)
 
 
-def warn_of_evaluation_mode(model: nn.Module) -> None:
+def warn_of_modes(model: nn.Module) -> None:
     """Warn if modules of a model in training mode are in evaluation mode, though their weights will be trained.
 
     Such parts compute without dropout, and batch normalisation does not learn. A frozen part is often meant so.

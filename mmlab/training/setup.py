@@ -19,13 +19,7 @@ from mmlab.machine import resolve_device, signals_held
 from mmlab.model.checkpointing import enable_checkpointing
 from mmlab.model.compiling import compiled
 from mmlab.model.huggingface import accept_batches
-from mmlab.model.parameters import (
-    freeze,
-    parameter_groups,
-    parts_of,
-    trainable_parameters,
-    warn_of_evaluation_mode,
-)
+from mmlab.model.parameters import freeze, parameter_groups, parts_of, trainable_parameters, warn_of_modes
 from mmlab.runs.control import Control
 from mmlab.runs.events import RunEvent
 from mmlab.runs.meters import LiveBytes
@@ -115,7 +109,7 @@ class TrainerSetup:
         self.precision = Precision(options.precision, self.device)
         model = accept_batches(model)
         freeze(model, options.freeze)
-        warn_of_evaluation_mode(model)
+        warn_of_modes(model)
         if options.checkpointing:
             enable_checkpointing(model)
         if options.channels_last:
