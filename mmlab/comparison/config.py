@@ -3,8 +3,9 @@
 A section's keys are the options of the function or class that it configures, under the same names and with the same
 defaults, but `image` is `aspect:128`. `examples/train.toml` shows them at work.
 
-    [data]        path, images, image, tokenizer, limit, max_tokens, and the loader's options (`PlannedLoader`); cache, the
-                  folder of a cache, which is filled before training, and cache_limit_gib (see docs/internals/cache.md)
+    [data]        path, images, image, skip_bad_rows, tokenizer, limit, max_tokens, and the loader's options
+                  (`PlannedLoader`); cache, the folder of a cache, which is filled before training, and cache_limit_gib
+                  (see docs/internals/cache.md)
     [augment]     name, and options of `mmlab.Augment` that override those of that name
     [sampling]    ratios, length, adaptive, correct (`mmlab.comparison.options.SamplingOptions`)
     [model]       preset, image_encoder, text_encoder, and the sizes of `mmlab.model.presets.ModelConfig`; or name,
