@@ -35,6 +35,7 @@ class PlannedDataModule(LightningDataModule):
         super().__init__()
         self.dataset, self.batch_scheduler, self.options = dataset, scheduler, loader
         self.sizes = dataset if sizes is None else sizes
+        self._resumed: dict[str, Any] = {}  # the position of a checkpoint, where the next loader starts
 
     def train_dataloader(self) -> StatefulDataLoader:
         """A loader that Lightning saves and resumes.
@@ -53,7 +54,21 @@ class PlannedDataModule(LightningDataModule):
             raise DataError(f"{len(sampler.sizes)} sizes for a data set of {len(self.dataset)} samples")
         sampler.follow_until = trainer.max_epochs
         sampler.set_epoch(trainer.current_epoch)
-        return StatefulDataLoader(self.dataset, batch_sampler=sampler, **self.options)
+        loader = StatefulDataLoader(self.dataset, batch_sampler=sampler, **self.options)
+        loader.load_state_dict(self._resumed)
+        self._resumed = {}
+        return loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the epoch. Lightning saves it too, but too late restores it to a loader that was made early, as for
+        the number of steps (`estimated_stepping_batches`) that a learning rate scheduler asks for."""
+        loader: Any = self.trainer.train_dataloader
+        return {} if loader is None else loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Where the next `fit` goes on."""
+        if self.trainer.training:
+            self._resumed = state
 
 
 class LightningEvents(Callback):

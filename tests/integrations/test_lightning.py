@@ -26,9 +26,12 @@ EVERYTHING = list(range(len(LENGTHS)))
 
 
 class Clip(LightningModule):
-    def __init__(self, fails_at: int = -1, leaves_out: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, fails_at: int = -1, leaves_out: tuple[int, ...] = (), counts_steps: bool = False
+    ) -> None:
         super().__init__()
         self.model, self.fails_at, self.leaves_out = clip(), fails_at, leaves_out
+        self.counts_steps = counts_steps
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor | None:
         if self.global_step == self.fails_at:
@@ -40,7 +43,14 @@ class Clip(LightningModule):
         time.sleep(0.5)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        if not self.counts_steps:
+            return optimizer
+        num_steps = (
+            self.trainer.estimated_stepping_batches
+        )  # makes the loader, before a checkpoint is restored
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (num_steps + 1))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     @property
     def seen(self) -> list[list[int]]:
@@ -48,7 +58,8 @@ class Clip(LightningModule):
 
 
 def fit(folder: Path | str, *, resume: str | None = None, num_workers: int = 0, **options: Any) -> Clip:
-    model = Clip(options.pop("fails_at", -1), options.pop("leaves_out", ()))
+    own = ("fails_at", "leaves_out", "counts_steps")
+    model = Clip(**{name: options.pop(name) for name in own if name in options})
     fixed = {
         "accelerator": "cpu",
         "devices": 1,
@@ -75,6 +86,43 @@ def test_a_resume_sees_every_sample_once(tmp_path: Path, num_workers: int, after
     checkpoints = ModelCheckpoint(dirpath=tmp_path, filename="here", every_n_train_steps=stop)
     fit(tmp_path, num_workers=num_workers, callbacks=[checkpoints], enable_checkpointing=True, max_steps=stop)
     assert fit(tmp_path, num_workers=num_workers, resume=str(tmp_path / "here.ckpt")).seen == whole[stop:]
+
+
+@pytest.mark.parametrize(("num_workers", "after"), [(0, 3), (1, 3), (0, 0)])
+def test_a_resume_goes_on_where_a_schedule_asks_for_the_number_of_steps(
+    tmp_path: Path, num_workers: int, after: int
+) -> None:
+    whole = fit(tmp_path / "whole", counts_steps=True)
+    checkpoints = ModelCheckpoint(
+        tmp_path, filename="{step}", every_n_train_steps=len(whole.seen) // 2 + after, save_top_k=-1
+    )
+    fit(
+        tmp_path,
+        num_workers=num_workers,
+        callbacks=[checkpoints],
+        enable_checkpointing=True,
+        counts_steps=True,
+    )
+    stop = len(whole.seen) // 2 + after
+    resumed = fit(
+        tmp_path, num_workers=num_workers, resume=str(tmp_path / f"step={stop}.ckpt"), counts_steps=True
+    )
+    assert resumed.seen == whole.seen[stop:]
+    for ours, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_a_position_is_kept_for_training_only(tmp_path: Path) -> None:
+    checkpoints = ModelCheckpoint(tmp_path, filename="here", every_n_train_steps=3)
+    whole = fit(tmp_path, callbacks=[checkpoints], enable_checkpointing=True, max_steps=3).seen
+    data = PlannedDataModule(Pairs(), budget(), sizes=sizes(), collate_fn=collate)
+    data.val_dataloader = lambda: [0]
+    options = {"accelerator": "cpu", "max_epochs": 2, "logger": False, "enable_progress_bar": False}
+    model = Clip()
+    trainer = Trainer(**options, max_steps=3, enable_checkpointing=False, default_root_dir=str(tmp_path))
+    trainer.validate(model, data, ckpt_path=str(tmp_path / "here.ckpt"), weights_only=False, verbose=False)
+    trainer.fit(model, data)
+    assert model.seen == whole
 
 
 def test_the_events_tell_each_steps_loss_and_batches(tmp_path: Path) -> None:
