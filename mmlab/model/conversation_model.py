@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmlab.errors import MmlabError, OptionError, first_line, loading_by_name
-from mmlab.model.huggingface import LossModel
+from mmlab.model.huggingface import LossModel, without_peft
 from mmlab.model.presets import PRESETS
 from mmlab.types import IGNORED, Batch, HostColumns
 
@@ -34,8 +34,7 @@ class ConversationModel(LossModel):
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
         self.module = module
-        # as in LossModel; adapters of peft are in training mode, whatever the model inside them is in
-        self.training = getattr(module, "get_base_model", lambda: module)().training
+        self.training = without_peft(module).training  # as in LossModel
         # a table of positions has an end, rotations have none
         has_table = any(name.endswith("embed_positions.weight") for name, _ in module.named_parameters())
         self.max_tokens = self.module.config.get_text_config().max_position_embeddings if has_table else None

@@ -12,7 +12,7 @@ captions of one image for a wrong pair.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ def accept_batches(model: nn.Module) -> nn.Module:
         OptionError: it is no module, such as a name, or takes none of a batch's tensors.
     """
     check_is("model", model, nn.Module, "a torch.nn.Module, as build_model makes of a preset")
-    return model if [*inspect.signature(model.forward).parameters][:1] == ["batch"] else LossModel(model)
+    return model if [*forward_parameters(model)][:1] == ["batch"] else LossModel(model)
 
 
 class LossModel(NormalisesPixels):
@@ -74,11 +74,12 @@ class LossModel(NormalisesPixels):
         super().__init__()
         check_numbers({"mask_ratio": mask_ratio})
         self.module, self.mask_ratio = module, mask_ratio
-        # from_pretrained gives a model in evaluation mode; the first step then puts all of it into training mode
-        self.training = module.training
+        # from_pretrained gives a model in evaluation mode; the first step then puts all of it into training mode. Wrappers
+        # and adapters of peft are in training mode, whatever the model inside them is in.
+        self.training = without_peft(module).training
         config = getattr(module, "config", None)
         tokens = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
-        has_pixels = "pixel_values" in inspect.signature(module.forward).parameters
+        has_pixels = "pixel_values" in forward_parameters(module)
         if has_pixels and any(token is not None for token in tokens):
             raise OptionError(
                 f"{type(module).__name__} reads an image as tokens in the text, which these batches do not have; give its "
@@ -109,7 +110,9 @@ class LossModel(NormalisesPixels):
         # SigLIP reads the last position, of texts that are all padded to one length; it does not mask the padding
         self._is_siglip = getattr(text_config, "model_type", None) == "siglip_text_model"
         self._pad_id: Any = getattr(tokenizer, "pad_token_id", getattr(text_config, "pad_token_id", None))
-        self._interpolates = "interpolate_pos_encoding" in _takes(getattr(module, "encoder", None))
+        encoder = getattr(module, "encoder", None)
+        takes = forward_parameters(encoder) if isinstance(encoder, nn.Module) else ()
+        self._interpolates = "interpolate_pos_encoding" in takes
 
     @property
     def compares_samples(self) -> bool:
@@ -234,13 +237,17 @@ def _check_signature(module: nn.Module) -> list[str]:
     Raises:
         OptionError: no tensor of a batch among them, or a required one that a batch does not have.
     """
-    parameters = inspect.signature(module.forward).parameters
+    parameters = forward_parameters(module)
     name, takes = type(module).__name__, ", ".join(parameters)
     if not {"input_ids", "pixel_values", "batch"} & set(parameters):
-        told = "expected input_ids or pixel_values, or one argument named batch"
-        if hasattr(module, "get_base_model"):  # of peft's wrapper
-            told = "peft.inject_adapter_in_model(config, model) keeps the model's own forward"
-        raise OptionError(f"{name}.forward takes {takes}; {told}")
+        raise OptionError(
+            f"{name}.forward takes {takes}; expected input_ids or pixel_values, or one argument named batch"
+        )
+    own = inspect.signature(module.forward).parameters
+    if "input_ids" in own and "pixel_values" in parameters.keys() - own:
+        raise OptionError(
+            f"{name} is peft's wrapper of a model of texts; leave task_type out of the LoraConfig"
+        )
     missing = [
         parameter.name
         for parameter in parameters.values()
@@ -259,7 +266,7 @@ def _check_signature(module: nn.Module) -> list[str]:
 def _usual_labels(module: nn.Module) -> str:
     if getattr(module, "can_generate", lambda: False)():
         return "text"
-    return "masked" if type(module).__name__.endswith("ForMaskedLM") else "batch"
+    return "masked" if type(without_peft(module)).__name__.endswith("ForMaskedLM") else "batch"
 
 
 def _text_labels(batch: Batch | HostColumns) -> Tensor:
@@ -287,5 +294,11 @@ def _pair(size: Any) -> tuple[int, int] | None:
     return tuple(size) if isinstance(size, list | tuple) and len(size) == 2 else None
 
 
-def _takes(module: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(module.forward).parameters if isinstance(module, nn.Module) else ())
+def without_peft(module: Any) -> nn.Module:
+    """The model inside of peft's wrapper, to which its forward passes all arguments; any other module itself."""
+    return module.get_base_model() if hasattr(module, "get_base_model") else module
+
+
+def forward_parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a module's forward, in order."""
+    return inspect.signature(without_peft(module).forward).parameters

@@ -8,7 +8,6 @@ Legend: B samples, P image positions, T tokens, H x W pixels, D width, V vocabul
 
 from __future__ import annotations
 
-import inspect
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 
 from mmlab.errors import DataError, OptionError, loading_by_name
 from mmlab.model.encoders import ImageEncoder, depths, fill_grid
-from mmlab.model.huggingface import normalisation_of
+from mmlab.model.huggingface import forward_parameters, normalisation_of, without_peft
 from mmlab.model.packing import Segments
 from mmlab.types import PATCH
 
@@ -42,7 +41,7 @@ class HuggingFaceImages(ImageEncoder):
             self.normalisation = _saved_normalisation(name) or self.normalisation
         self.dim = _hidden_size(self.model.config)
         self.patch = getattr(self.model.config, "patch_size", None)
-        accepted = inspect.signature(self.model.forward).parameters
+        accepted = forward_parameters(self.model)
         self.options = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in accepted else {}
 
     def level_dims(self, num_levels: int) -> list[int]:
@@ -152,7 +151,7 @@ def _load(model: Any) -> Any:
 
         with loading_by_name(f"{model!r} is no encoder that transformers can load"):
             model = AutoModel.from_pretrained(model, trust_remote_code=False)
-    return model if model.training else model.train()
+    return model if without_peft(model).training else model.train()
 
 
 def _saved_normalisation(name: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:

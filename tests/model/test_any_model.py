@@ -20,6 +20,7 @@ from mmlab.data.text import load_tokenizer
 from mmlab.errors import DataError, OptionError
 from mmlab.loading.loader import PlannedLoader
 from mmlab.model.huggingface import LossModel
+from mmlab.model.huggingface_encoders import HuggingFaceImages
 from mmlab.model.presets import build_model
 from mmlab.schedule.cost import MaxPolynomial
 from mmlab.schedule.schedulers import SCHEDULERS, make_scheduler
@@ -343,15 +344,49 @@ def test_a_model_of_images_cut_into_patches_is_refused_before_its_first_step():
         LossModel(Siglip2Model(Siglip2Config(text_config=text, vision_config=vision)))
 
 
-@pytest.mark.filterwarnings("ignore")  # of peft, about transformers
-def test_a_wrapper_of_peft_that_hides_the_signature_names_what_keeps_it(tokenizer):
+def adapted(module, *, wrapped: bool, **options):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
-    with pytest.raises(
-        OptionError, match=r"PeftModel.forward takes args, kwargs; peft.inject_adapter_in_mod"
-    ):
-        LossModel(peft.get_peft_model(clip(tokenizer), config))
-    assert "input_ids" in LossModel(peft.inject_adapter_in_model(config, clip(tokenizer))).accepted
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, **options)
+    torch.manual_seed(1)
+    return peft.get_peft_model(module, config) if wrapped else peft.inject_adapter_in_model(config, module)
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, about transformers
+def test_a_wrapper_of_peft_trains_as_the_model_with_its_adapters_does(tokenizer):
+    batch = make_batch([(5, SIDE, SIDE)] * 3, vocab_size=10)
+    models = []
+    for wrapped in (True, False):
+        torch.manual_seed(0)
+        models.append(LossModel(adapted(clip(tokenizer), wrapped=wrapped)))
+    assert models[0].accepted == models[1].accepted
+    assert not LossModel(
+        adapted(clip(tokenizer).eval(), wrapped=True)
+    ).training  # so that the first step makes it train
+    losses = [FusionTrainer(model, device="cpu").train_step([batch])["loss"] for model in models]
+    assert losses[0] == losses[1]
+    weights = [[weight for weight in model.parameters() if weight.requires_grad] for model in models]
+    for ours, theirs in zip(*weights, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, about transformers
+def test_a_wrapper_of_peft_that_would_leave_images_out_is_refused(tokenizer):
+    for task in ("FEATURE_EXTRACTION", "CAUSAL_LM"):
+        model = clip(tokenizer)
+        model.prepare_inputs_for_generation = None  # which peft reads of a causal language model
+        with pytest.raises(OptionError, match="leave task_type out of the LoraConfig"):
+            LossModel(adapted(model, wrapped=True, task_type=task))
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, about transformers
+def test_a_wrapped_image_encoder_takes_images_of_any_shape():
+    from transformers import ViTConfig, ViTModel
+
+    model = ViTModel(ViTConfig(image_size=SIDE, **SMALL))
+    encoder = HuggingFaceImages(adapted(model.eval(), wrapped=True))
+    assert all(module.training for module in encoder.modules())
+    features, _ = encoder(torch.rand(2, 3, 96, 32), torch.ones(2, 96, 32, dtype=torch.bool))
+    assert features.shape[1] == 1 + 6 * 2  # a class token, and 6 x 2 patches
 
 
 class OwnLoss(nn.Module):
