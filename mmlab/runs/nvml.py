@@ -68,8 +68,7 @@ class Gpu:
                 missing[key] = f"no {key} from NVML: {first_line(error)}"
                 if getattr(error, "value", None) == self._nvml.NVML_ERROR_NOT_SUPPORTED:
                     self._unsupported[key] = missing[key]
-        known = {key: value for key, value in found.items() if value is not None}
-        return known, list(missing.values())
+        return {key: value for key, value in found.items() if value is not None}, list(missing.values())
 
 
 def _process_bytes(nvml: Any, gpu: Any, process_id: int) -> int | None:

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from mmlab.data.dataset import MultimodalDataset
 
 
-def build_cache_on_ray(
-    dataset: MultimodalDataset, *, num_actors: int | None = None, progress: bool = True
-) -> BuildReport:
+def build_cache_on_ray(dataset: MultimodalDataset, *, num_actors: int | None = None) -> BuildReport:
     """Decode every image that the data set's cache lacks, with Ray; call it in one process.
 
     A cluster that is connected, or that RAY_ADDRESS names, is used; else one is started on this machine and
@@ -33,7 +31,6 @@ def build_cache_on_ray(
     Args:
         dataset: a `MultimodalDataset` with a `cache`; it is sent to every actor.
         num_actors: actors that decode, with one CPU each; None takes as many as the cluster has CPUs.
-        progress: show a bar on stderr.
 
     Returns:
         As `build_cache`; `made_by_rank` is by actor.
@@ -68,7 +65,7 @@ def build_cache_on_ray(
             compute=ray.data.ActorPoolStrategy(size=min(decoders, max(1, len(blocks)))),
         )
         outcomes: dict[str, dict[str, Any]] = {}  # by actor; counts add up, and so do lists
-        with progress_bar(total=len(rows), name="Caching", show=progress) as bar:
+        with progress_bar(total=len(rows), name="Caching") as bar:
             for row in found.iter_rows() if blocks else ():
                 outcome, actor = json.loads(row["outcome"]), row["actor"]
                 bar.update(row["num_rows"])
