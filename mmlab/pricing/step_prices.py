@@ -116,7 +116,8 @@ def price_steps(
     low_s, spread_ratio = low_seconds(times)
     seconds = fit_seconds(shapes[:num_probes], low_s[:num_probes])
     needed = fit_polynomial(shapes[:num_probes], peaks[:num_probes])
-    needed = for_images_of(sizes, needed)
+    if not packed:
+        needed = for_images_of(sizes, needed)
     margin = max(1.0, float((peaks / batch_costs(needed, shapes)).max()))
     unseen = shapes[num_probes:]
     return StepPrices(
