@@ -58,6 +58,11 @@ class Drawn:
     flip: bool
     changes: tuple[tuple[str, float], ...]  # name and amount, in order
 
+    @property
+    def is_crop(self) -> bool:
+        """Whether nothing changes once the image is cropped."""
+        return not (self.flip or self.changes)
+
     def region(self, height: int, width: int, target_height: int, target_width: int) -> Region | None:
         """The part of a displayed image of height x width pixels to resize to the target size; None without crops.
 

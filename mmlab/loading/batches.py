@@ -213,7 +213,10 @@ class SampleLoader:
         try:
             if hasattr(augment, "draw") and self.dataset.cache is None:
                 drawn = augment.draw(**key)
-                sample = self.dataset.decode(row, found, region=self._region(row, drawn))
+                region = self._region(row, drawn)
+                if getattr(drawn, "is_crop", False):
+                    return self.dataset.decode(row, found, out, region)
+                sample = self.dataset.decode(row, found, region=region)
                 sample["image"] = augment.apply(sample["image"], drawn, cropped=True)
             else:
                 sample = self.dataset.decode(row, found)

@@ -9,7 +9,7 @@ from tests.project.count_code import code_per_file
 
 # Lines without docstrings, comments and blank lines; it goes down towards 14,000. Raised where correctness needed it: decisions
 # 29, 31, 40, 41 and 43 to 50.
-MOST_CODE = 21_279
+MOST_CODE = 21_285
 MOST_LINES = 400  # of one file, prose included
 
 
