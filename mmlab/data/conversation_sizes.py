@@ -252,12 +252,8 @@ def _pads_images(conversations: Conversations, processor: Any, work: NDArray[np.
     least, most = (int(with_images[find(work[with_images])]) for find in (np.argmin, np.argmax))
 
     def num_values(*rows: int) -> int:
-        output = _on_blank_images(conversations, processor, rows)
-        return sum(
-            value.numel()
-            for value in output.values()
-            if hasattr(value, "numel") and value.is_floating_point()
-        )
+        values = _on_blank_images(conversations, processor, rows).values()
+        return sum(each.numel() for each in values if hasattr(each, "numel") and each.is_floating_point())
 
     try:
         return num_values(least, most) > num_values(least) + num_values(most)

@@ -27,7 +27,7 @@ from mmlab.runs.events import EVENT_FILES
 from mmlab.runs.folders import exclusive_folder, move_earlier_aside
 from mmlab.runs.meters import LiveBytes, step_memory
 from mmlab.runs.monitor import DeviceMonitor
-from mmlab.schedule.metrics import cells, lengths
+from mmlab.schedule.metrics import lengths
 from mmlab.training.step_meter import clock, padding_values
 from mmlab.types import PATCH, CostModel
 
@@ -180,12 +180,10 @@ class RunWriter(AbstractContextManager["RunWriter"]):
             return {"num_batches": num_batches}
         if self._plan is not self.sampler.plan:
             self._plan, self._next = self.sampler.plan, self.sampler.first
-            batches, sizes = self._plan.columns, self.sampler.sizes
-            tokens, patches = map(batches.totals, lengths(sizes, PATCH, batches.order))
-            number, longest, high, wide = self._plan.step_shapes(PATCH).T
-            rectangles = number * cells(high, PATCH) * cells(wide, PATCH)
-            padded_patches = rectangles if sizes.pads_images else patches
-            self._counts = np.stack((tokens, patches, number * longest, padded_patches))
+            batches = self._plan.columns
+            tokens, patches = map(batches.totals, lengths(self.sampler.sizes, PATCH, batches.order))
+            number, longest = self._plan.step_shapes()[:, :2].T
+            self._counts = np.stack((tokens, patches, number * longest, self._plan.padded_patches()))
             self._bytes = np.zeros(len(number)) if self._memory is None else self._plan.costs(self._memory)
         start = self._next if start is None else start
         self._next = start + num_batches

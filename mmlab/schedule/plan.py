@@ -18,7 +18,7 @@ from mmlab.errors import OptionError, check_numbers
 from mmlab.schedule.columns import NO_LIMITS, Block, Ints, Limits, Position
 from mmlab.schedule.cost import PaddedTokens, batch_costs
 from mmlab.schedule.epoch import EpochBlocks, FixedBatches
-from mmlab.schedule.metrics import lengths
+from mmlab.schedule.metrics import cells, lengths
 from mmlab.schedule.report import PlanReport, report_plan
 from mmlab.types import PATCH, BatchShape, CostModel, SampleSizes, mean_height
 
@@ -106,6 +106,13 @@ class BatchPlan:
         text, image = map(self.columns.totals, lengths(self.sizes, patch, self.columns.order))
         one = np.ones_like(text)
         return np.stack([one, text, patch * image, patch * one], axis=1)
+
+    def padded_patches(self, patch: int = PATCH) -> Ints:
+        """(num_batches,) image patches computed: with padding, where images are padded."""
+        if not self.sizes.pads_images:
+            return self.columns.totals(lengths(self.sizes, patch, self.columns.order)[1])
+        number, _, height, width = self.step_shapes(patch).T
+        return number * cells(height, patch) * cells(width, patch)
 
     def costs(self, cost: CostModel | None = None) -> NDArray[np.float64]:
         """(num_batches,) what each batch costs: `step_shapes` under a cost model.

@@ -157,8 +157,7 @@ def _padded(plan: BatchPlan, text: Ints, image: Ints, patch: int) -> tuple[Ints,
         return *padded, plan.columns.totals(metrics.work(text) + metrics.work(image))
     counts, longest, height, width = plan.shape_columns.T
     area = metrics.cells(height, patch) * metrics.cells(width, patch)
-    padded_image = counts * area if plan.sizes.pads_images else plan.columns.totals(image)
-    return counts * longest, padded_image, counts * (metrics.work(longest) + metrics.work(area))
+    return counts * longest, plan.padded_patches(patch), counts * (metrics.work(longest) + metrics.work(area))
 
 
 def _notes(plan: BatchPlan, num_over: int, budget: float | None) -> list[str]:
