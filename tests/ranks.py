@@ -46,6 +46,7 @@ _PRELOADED = [
     "PIL.Image",
     "mmlab.comparison.train",
     "mmlab.cli.main",
+    "pytest",
     "tests.batches",
     "tests.planned_once",
 ]

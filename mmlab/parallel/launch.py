@@ -47,6 +47,7 @@ _OF_A_RANK = re.compile(
 )
 # loggers that repeat each failure
 _NOISY = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+_BERT = "transformers.models.bert.modeling_bert"  # of the models that mmlab builds; two seconds to import
 _SHUTDOWN_S = 30  # for a rank that is asked to end, before it is killed
 
 
@@ -88,7 +89,7 @@ def run_on_ranks(
         )
         before = multiprocessing.active_children()
         # what `train_on` runs, and what plans batches; ranks import any other modules themselves
-        preloaded = ["mmlab.comparison.train", "mmlab.schedule._dense_loops", "pandas"]
+        preloaded = ["mmlab.comparison.train", "mmlab.schedule._dense_loops", "pandas", _BERT]
         multiprocessing.get_context(START_METHOD).set_forkserver_preload(preloaded)
         variables = {name: value for name, value in os.environ.items() if not _OF_A_RANK.match(name)}
         try:

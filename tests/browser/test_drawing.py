@@ -26,9 +26,12 @@ STEPS = 300
 _CLOSE_OTHER_TABS = """() => { for (const tab of [...jupyterapp.shell.widgets('main')])
   if (!tab.context) tab.close(); }"""
 
-_NOTE_TEXTS = """() => { window.drawnTexts = []; window.drawnAt = {}; const draw = CanvasRenderingContext2D.prototype.fillText;
+# of one panel: those of earlier tests are on the same page, and draw as well
+_NOTE_TEXTS = """(el) => { window.drawnTexts = []; window.drawnAt = {}; const draw = CanvasRenderingContext2D.prototype.fillText;
+  window.noted = el;
   CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
-    drawnTexts.push(text); drawnAt[text] = at[1]; draw.call(this, text, ...at); }; }"""
+    if (noted.contains(this.canvas)) { drawnTexts.push(text); drawnAt[text] = at[1]; }
+    draw.call(this, text, ...at); }; }"""
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +216,7 @@ def test_the_last_steps_of_a_run_that_ended_earlier_are_shown_and_a_long_title_i
     panel.frames()
     assert panel.x_range() == (51, STEPS)
     assert panel.root.locator(".mmlp-title").evaluate("title => title.scrollWidth <= title.clientWidth")
-    panel.page.evaluate(_NOTE_TEXTS)
+    panel.root.evaluate(_NOTE_TEXTS)
     panel.root.locator(".mmlp-axes").select_option("token")
     panel.root.locator(".mmlp-reset").click()
     panel.frames()
@@ -233,7 +236,7 @@ def test_a_limit_beyond_the_plot_is_written_where_no_line_is(
             log.write("step", step, num_samples=8, peak_bytes=peak, limit_bytes=2**30)
     panel = notebook.show(f"LivePanel({folder.name!r})")
     panel.wait_points(30)
-    panel.page.evaluate(_NOTE_TEXTS)
+    panel.root.evaluate(_NOTE_TEXTS)
     panel.root.locator(".mmlp-axes").select_option("step")
     panel.frames()
     at, height = panel.page.evaluate("() => drawnAt['limit 1 GiB ↑']"), panel.plot("memory").locator("canvas")

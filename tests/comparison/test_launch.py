@@ -153,8 +153,7 @@ def caller() -> Iterator[subprocess.Popen[str]]:
 def ranks_of(caller: psutil.Process) -> list[psutil.Process]:
     """The ranks of a caller and their workers: all that is below the server that forks them."""
     with suppress(psutil.NoSuchProcess):
-        below = caller.children(recursive=True)
-        return [process for process in below if process not in caller.children()]
+        return [each for each in caller.children(recursive=True) if each.ppid() != caller.pid]
     return []
 
 
