@@ -91,8 +91,9 @@ def compare(
         if out is not None:  # should the disk fill up, this is room for errors, ends and results
             spare_disk.enter_context(TemporaryFile(dir=out, buffering=0)).write(os.urandom(1 << 20))
         names = scheduler_names(schedulers)
-        if chosen.memory_gb and "memory" not in names and (chosen.budget or chosen.equal == "batch_size"):
-            raise OptionError("memory_gb limits batches at equal memory: drop it, or drop budget and equal")
+        by_batch = "memory" not in names and (chosen.budget or chosen.equal == "batch_size")
+        if chosen.memory_gb and (by_batch or isinstance(schedulers, Mapping)):
+            raise OptionError("memory_gb needs schedulers by name, at equal memory: drop budget and equal")
         control.report_phase("reading headers")
         train_set, held_out_set = _data_sets(data, chosen, progress)
         control.report_phase("pricing the model and planning")

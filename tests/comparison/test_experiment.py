@@ -541,8 +541,8 @@ def test_too_few_images_on_either_side_are_refused(records: Records) -> None:
         ({"batch_size": 1.5}, "compare batch_size: expected a valid integer, found 1.5"),
         ({"batch_size": 100_000}, "compare: batch_size must be at most 65,536, found 100000"),
         ({"memory_gb": float("inf")}, "memory_gb"),
-        ({"memory_gb": 2.0, "equal": "batch_size"}, "memory_gb limits batches at equal memory"),
-        ({"memory_gb": 2.0, "budget": 3000.0}, "memory_gb limits batches at equal memory"),
+        ({"memory_gb": 2.0, "equal": "batch_size"}, "memory_gb needs schedulers by name, at equal memory"),
+        ({"memory_gb": 2.0, "budget": 3000.0}, "memory_gb needs schedulers by name, at equal memory"),
         ({"lr": -1.0}, "compare: lr must be at least 0, found -1.0"),
         ({"seed": 2**64}, "seed must be at most"),
         ({"num_workers": -1}, "num_workers must be at least 0, found -1"),
@@ -557,6 +557,11 @@ def test_too_few_images_on_either_side_are_refused(records: Records) -> None:
 def test_impossible_options_are_refused_by_name(records: Records, options: dict, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         compare(records, ("random", "budget"), **{**SMALL, **options})
+
+
+def test_memory_that_configured_schedulers_would_not_fill_is_refused(records: Records) -> None:
+    with pytest.raises(OptionError, match="memory_gb needs schedulers by name"):
+        compare(records, {"mine": make_scheduler("random", batch_size=4)}, memory_gb=2.0)
 
 
 def test_schedulers_must_be_known_and_named_once(records: Records) -> None:
