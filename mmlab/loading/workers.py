@@ -75,9 +75,8 @@ class ProcessBackend(Backend):
     def _new_pool(self) -> Executor:
         content, num_workers = _pickled(self.loader), self.setting.num_workers
         context = multiprocessing.get_context(START_METHOD)
-        context.set_forkserver_preload(
-            [__name__, "mmlab.data.dataset", "pandas", type(self.loader.dataset.tokenizer).__module__]
-        )
+        preloaded = [__name__, "mmlab.data.dataset", "pandas", type(self.loader.dataset.tokenizer).__module__]
+        context.set_forkserver_preload(preloaded + _libraries_of_main())
         self._holding = context.RawArray("q", [0, -1] * num_workers)
         arguments = (content, self._holding, context.Value("q", 0), self._num_abandoned)
         return ProcessPoolExecutor(num_workers, context, initializer=_begin, initargs=arguments)
@@ -150,6 +149,18 @@ class ProcessBackend(Backend):
         self._warn(f"data workers were killed or crashed: {held}; new workers do their batches again")
 
 
+def _libraries_of_main() -> list[str]:
+    """Modules of installed libraries that a script imports, as each worker does (none runs a notebook).
+
+    Modules beside the script are left to the workers: they may read the arguments of its command line.
+    """
+    main = sys.modules["__main__"]
+    values = vars(main).values() if hasattr(main, "__file__") else ()
+    names: Any = [getattr(each, "__module__", None) or getattr(each, "__name__", None) for each in values]
+    files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
+    return [name for name in names if files.get(name, "").startswith(sys.prefix)]
+
+
 def _processes(pools: list[Executor]) -> list[Any]:
     """The workers of some pools. There is no public way to them before Python 3.14."""
     return [process for pool in pools for process in (getattr(pool, "_processes", None) or {}).values()]
@@ -197,8 +208,7 @@ def _begin(content: bytes, holding: Any, num_begun: Any, num_abandoned: Any) -> 
 
 def _end_with_parent() -> None:
     """End this worker when its main process ends; otherwise it would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+    parent: Any = multiprocessing.parent_process()
     parent.join()
     os._exit(1)
 

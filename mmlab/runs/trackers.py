@@ -39,16 +39,14 @@ def export_run(run: str | Path, to: str, target: str | Path, *, progress: bool =
     Raises:
         DataError: there are no events in the folder.
         OptionError: the tracker is unknown or not installed.
+        OSError: a file of events cannot be read.
     """
     check_name("tracker", to, TRACKERS)
     folder = Path(run)
     paths = sorted(folder.glob(EVENT_FILES))
     if not paths:
         raise DataError(f"{folder}: no {EVENT_FILES} in it; give the folder of a run")
-    try:
-        events = [event for path in paths for event in current_events(read_events(path)[0])]
-    except OSError as error:
-        raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror}") from error
+    events = [event for path in paths for event in current_events(read_events(path)[0])]
     start = next((event.values for event in events if event.kind == "start"), {})
     name = "/".join([part for part in folder.resolve().parts[1:] if part != "runs"][-2:])
     several_ranks = len(paths) > 1
@@ -115,9 +113,8 @@ def _to_mlflow(name: str, target: str, start: Mapping[str, Any], rows: Iterable[
     mlflow.set_tracking_uri(target)
     with mlflow.start_run(run_name=name) as run:
         mlflow.log_dict(start, "start.json")
-        make = mlflow.entities.Metric
         metrics = (
-            make(curve, value, int(1000 * time_s), step)
+            mlflow.entities.Metric(curve, value, int(1000 * time_s), step)
             for numbers, step, time_s in rows
             for curve, value in numbers.items()
         )

@@ -298,8 +298,12 @@ def test_workers_do_not_inherit_locks_that_other_threads_hold(dataset) -> None:
     assert_same(batches, expected)
 
 
-def test_workers_end_with_a_process_that_is_killed(dataset, scenes) -> None:
-    command = [sys.executable, "-W", "error", "-c", KILLED_SCRIPT, str(scenes)]
+def test_workers_find_a_scripts_libraries_imported_and_end_when_it_is_killed(
+    dataset, scenes, tmp_path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(KILLED_SCRIPT)
+    command = [sys.executable, "-W", "error", str(script), str(scenes)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         workers = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
@@ -315,23 +319,36 @@ def test_what_a_worker_cannot_import_is_said_before_it_fails(dataset) -> None:
         next(iter(loader))
 
 
-OPENING = """
-import sys, multiprocessing
+KILLED_SCRIPT = """
+import sys
+was_imported = "matplotlib" in sys.modules
+
+import multiprocessing, time
+from matplotlib.figure import Figure
+from mmlab import MultimodalDataset, PlannedLoader, make_scheduler, read_records
+
+class InAWorker:
+    def __call__(self, image, **_):
+        assert was_imported, "each worker imports matplotlib for itself"
+        return image
+
+if __name__ == "__main__":
+    dataset = MultimodalDataset(read_records(sys.argv[1], progress=False))
+    plan = make_scheduler("random", batch_size=4)
+    batches = iter(PlannedLoader(dataset, plan, backend="torch", num_workers=1, augment=InAWorker()))
+    next(batches)
+    print(*[process.pid for process in multiprocessing.active_children()], flush=True)
+    time.sleep(100)
+"""
+
+SCRIPT = """
+import sys
 from mmlab import MultimodalDataset, PlannedLoader, make_scheduler, read_records
 from mmlab.errors import OptionError
 
 dataset = MultimodalDataset(read_records(sys.argv[1], progress=False))
 plan = make_scheduler("random", batch_size=4)
-"""
 
-KILLED_SCRIPT = f"""{OPENING}
-batches = iter(PlannedLoader(dataset, plan, backend="torch", num_workers=1))
-next(batches)
-print(*[process.pid for process in multiprocessing.active_children()], flush=True)
-import time; time.sleep(100)
-"""
-
-SCRIPT = f"""{OPENING}
 class InACell(MultimodalDataset):
     pass
 
