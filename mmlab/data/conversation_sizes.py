@@ -295,8 +295,7 @@ def _count_tokens(processor: Any, messages: Sequence[list[Message]], progress: b
     # an encoder-decoder's processor may rewrite a question, as Florence-2's does its tasks
     plain = is_encoder_decoder(processor) and processor.chat_template is None
     tokenize = processor if plain else processor.tokenizer
-    starts = range(0, len(messages), _BATCH_SIZE)
-    for start in progress_bar(starts, "counting tokens", show=progress):
+    for start in progress_bar(range(0, len(messages), _BATCH_SIZE), "counting tokens", show=progress):
         part = messages[start : start + _BATCH_SIZE]
         inputs = processor_inputs(processor, part)
         encoded = tokenize(text_pair=inputs.pop("suffix", None), verbose=False, **inputs)

@@ -21,7 +21,7 @@ from PIL import Image, ImageOps
 
 from mmlab.data.decode import as_displayed, opened, orientation_of, to_rgb
 from mmlab.data.readers.hub import as_stored, is_dataset
-from mmlab.data.readers.manifest import decode_text, is_parquet, numbered, parquet_file, read_json
+from mmlab.data.readers.manifest import SYNONYMS, decode_text, is_parquet, numbered, parquet_file, read_json
 from mmlab.data.readers.rows import FileResolver, image_folder, open_file, report_bad_rows, why_not_unicode
 from mmlab.data.readers.sidecar import Size, Stamp, image_sizes
 from mmlab.data.records import BadRow, FileStore, Grouped, connected_groups
@@ -65,9 +65,9 @@ class Conversations(Grouped, Sequence[dict[str, Any]]):
     messages: list[list[Message]]
     images: list[tuple[_Image, ...]]  # of each row, in the order of their placeholders
     image_sizes: list[list[Size]]  # (height, width) in pixels, of each
+    splits: list[str | None]  # as the rows state them
     bad_rows: tuple[BadRow, ...] = ()  # rows left out under errors="report"
     source: str = ""
-    splits = None  # conversations have none
 
     def __repr__(self) -> str:
         return f"<{len(self)} conversations with {sum(map(len, self.images))} images from {self.source}>"
@@ -89,7 +89,7 @@ class Conversations(Grouped, Sequence[dict[str, Any]]):
         return connected_groups(self.images)
 
     def _columns(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("ids", "messages", "images", "image_sizes")}
+        return {name: getattr(self, name) for name in ("ids", "messages", "images", "image_sizes", "splits")}
 
 
 def read_conversations(
@@ -123,6 +123,7 @@ def read_conversations(
             reasons[number] = str(error)
     sizes = _measure(parsed, reasons, root, progress)
     ids = [_first(entry, ("id", "question_id")) for _, entry in entries]
+    splits = [_first(entry, SYNONYMS["split"].split()) for _, entry in entries]
     shown = ["" if name is None else str(name) for name in ids]
     bad_rows = tuple(
         BadRow(entries[row][0], shown[row] and f"id {shown[row]}", reasons[row]) for row in sorted(reasons)
@@ -134,6 +135,7 @@ def read_conversations(
         messages=[parsed[row][0] for row in good],
         images=[sizes[row][0] for row in good],
         image_sizes=[sizes[row][1] for row in good],
+        splits=[None if splits[row] is None else str(splits[row]) for row in good],
         bad_rows=bad_rows,
         source=name,
     )

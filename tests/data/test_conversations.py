@@ -14,6 +14,7 @@ from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 
+from mmlab.comparison.preparation import hold_out
 from mmlab.data.conversation_dataset import ConversationDataset
 from mmlab.data.conversations import Conversations, read_conversations
 from mmlab.errors import DataError, OptionError
@@ -266,6 +267,16 @@ def test_rows_with_an_image_in_common_are_one_group(folder: Path) -> None:
         assert not {image for own in kept.images for image in own} & {
             image for own in held_out.images for image in own
         }
+
+
+def test_a_stated_split_is_held_out_and_not_trained_on(folder: Path) -> None:
+    splits = ["train", "VAL", "train", None, "val", "test", "test"]
+    asked = [{"from": "human", "value": "What?"}, ASKED[1]]
+    rows = [{"id": str(row), "split": split, "conversations": asked} for row, split in enumerate(splits)]
+    talks = read_conversations(rows)
+    assert talks.splits == splits
+    trained, held_out = hold_out(talks)
+    assert (trained.ids, held_out.ids) == (["0", "2", "3"], ["1", "4"])
 
 
 def test_broken_files_and_options_are_named(folder: Path) -> None:

@@ -213,8 +213,7 @@ def _check_repeats(rows: list[Row], images: dict[int, str], reasons: dict[int, s
     for index, row in enumerate(rows):
         if index in reasons:
             continue
-        first = first_row.setdefault(row.id, row)
-        if first is not row:
+        if (first := first_row.setdefault(row.id, row)) is not row:
             reasons[index] = f"duplicate id {row.id!r}, first in {first.where}"
         elif index in images and group_of_image.setdefault(images[index], row.group) != row.group:
             other = group_of_image[images[index]]
