@@ -224,5 +224,11 @@ def test_a_whole_column_may_be_missing_when_allowed(images):
 @pytest.mark.parametrize("column", ["text", "id", "label"])
 def test_half_a_pair_of_surrogates_is_refused_in_every_column(images, column):
     row = {"image": "good.jpg", "text": "x", "id": "1", "label": "a", column: "\ud800"}
-    with pytest.raises(DataError, match=f"{column} is not valid Unicode"):
+    with pytest.raises(DataError, match=f"{column} .*is not valid Unicode"):
         read_records([row], images=images.path)
+
+
+def test_a_file_name_that_is_not_utf_8_is_said_to_be_at_fault(images):
+    name = images.image(os.fsdecode(b"caf\xe9.jpg"))
+    with pytest.raises(DataError, match=r"the image's name\) is not valid Unicode.*in UTF-8"):
+        read_records([name], ["A cat."])

@@ -142,7 +142,8 @@ def _what_is_missing(row: Row, allow_missing_modality: bool) -> str:
         return "empty text"
     if not isinstance(row.split, str | None):
         return f"split must be a string, found {row.split!r:.40}"
-    stated = {"text": row.text, "id": row.id, "label": row.label, "split": row.split}
+    of_id = "id (by default the image's name)"
+    stated = {"text": row.text, of_id: row.id, "label": row.label, "split": row.split}
     return next(filter(None, (why_not_unicode(str(value), name) for name, value in stated.items())), "")
 
 
@@ -152,8 +153,7 @@ def why_not_unicode(text: str, name: str = "text") -> str:
         if not text.isascii():
             text.encode()
     except UnicodeEncodeError as error:
-        found = text[error.start]
-        return f"{name} is not valid Unicode: {error.reason}, found {found!a}; write the whole character"
+        return f"{name} is not valid Unicode: {error.reason}, found {text[error.start]!a}; write the whole character, in UTF-8"
     return ""
 
 
