@@ -280,7 +280,9 @@ def test_text_that_is_not_in_utf_8_is_told_so(folder):
 def test_parquet_with_encoded_images_points_to_datasets(folder):
     path = folder.path / "data.parquet"
     pd.DataFrame({"image": [b"..."], "text": ["x"]}).to_parquet(path)
-    with pytest.raises(DataError, match=r"column image holds binary, expected paths.*load_dataset"):
+    with pytest.raises(
+        DataError, match=r"column image holds binary, expected paths.*load_dataset.*save_to_disk"
+    ):
         read_records(path)
 
 

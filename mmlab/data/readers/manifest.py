@@ -316,8 +316,8 @@ def _parquet(path: Path, allow_missing_modality: bool) -> Iterator[tuple[str, di
         columns = require_columns(schema.names, str(path), allow_missing_modality)
         if (image := columns.get("image")) and not _holds_strings(kind := schema.field(image).type):
             raise DataError(
-                f"{path}: column {image} holds {kind}, expected paths. Read images inside Parquet through datasets: "
-                "read_records(datasets.load_dataset('parquet', data_files=..., split='train'))"
+                f"{path}: column {image} holds {kind}, expected paths. Read images inside Parquet through datasets: give "
+                "datasets.load_dataset('parquet', data_files=...), or the folder that its save_to_disk(FOLDER) writes"
             )
         return numbered(file.read(columns=list(columns.values())).to_pylist(), "row")
 
