@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -241,8 +242,8 @@ def _message(turn: Any, where: str) -> tuple[Message, list[_Image]]:
     role, content = _first(turn, ("role", "from")), _first(turn, ("content", "value"))
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"{where}: unknown role {role!r:.40}; known: {', '.join(ROLES)}")
-    if unread := [key for key in ("tool_calls", "reasoning_content") if turn.get(key)]:
-        raise ValueError(f"{where}: {unread[0]} is not read; write it into the text as the template does")
+    if keys := [key for key in ("tool_calls", "reasoning_content") if turn.get(key)]:
+        raise ValueError(f"{where}: {keys[0]} is not read; write it into the text as the template does")
     if not isinstance(content, str | list):
         raise ValueError(f"{where}: no content or value, found {content!r:.40}")
     parts: list[dict[str, str]] = []
@@ -260,8 +261,8 @@ def _message(turn: Any, where: str) -> tuple[Message, list[_Image]]:
             raise ValueError(f"{where}: a part of type {kind!r:.40} cannot be read; text and image can")
     if problem := why_not_unicode("".join(part.get("text", "") for part in parts)):
         raise ValueError(f"{where}: {problem}")
-    if "<video>" in str(content) or "<audio>" in str(content):
-        raise ValueError(f"{where}: holds <video> or <audio>; only images are read")
+    if unread := re.search("<video>|<audio>|<img>[^<>]+</img>", str(content)):
+        raise ValueError(f"{where}: holds {unread[0]:.80}; only images are read, each at an {PLACEHOLDER}")
     is_answer = ROLES[role] == "assistant"
     if is_answer and not any(part.get("text", "").strip() for part in parts):
         raise ValueError(f"{where}: empty answer")

@@ -220,6 +220,8 @@ def test_a_system_column_comes_first_and_what_is_not_to_be_learnt_is_marked(fold
         ({"conversations": "[" * 100_000}, "maximum recursion depth exceeded"),
         ({"image": "data:image/png;base64," + "A" * 10_000, "conversations": ASKED}, "AA is a URL; download it"),
         ({"video": "a.mp4", "conversations": [{"from": "human", "value": "<video>"}, ASKED[1]]}, "only images are read"),
+        ({"conversations": [{"from": "user", "value": "Picture 1: <img>a.png</img>\nWhat?"}, ASKED[1]]},
+         "turn 1: holds <img>a.png</img>; only images are read, each at an <image>"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}, MESSAGES[2]]}, "a part of type 'audio' cannot be read"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}, MESSAGES[2]], "images": ["a.png"]},
          "keep one of them"),

@@ -168,8 +168,7 @@ def _rows_of_shard(shard: Path, root: Path) -> Iterator[Row]:
                 suffixes = [suffix for suffix in parts if suffix.rpartition(".")[2] in IMAGE_SUFFIXES]
                 # `jpg` before a compound suffix such as `small.jpg`
                 image = parts[min(suffixes, key=lambda suffix: suffix.count("."))] if suffixes else None
-                inside = image and image.name.replace("::", ":")
-                place = image and f"{path}::{inside}@{image.offset}+{image.num_bytes}"
+                place = image and f"{path}::{image.name.replace('::', ':')}@{image.offset}+{image.num_bytes}"
                 entry |= {"image": place, "id": f"{name}/{key}", "split": entry.get("split") or split}
             yield from rows_of_entry(f"{name}: {key}", entry, {column: column for column in SYNONYMS})
     if damage:
