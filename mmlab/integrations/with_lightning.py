@@ -110,7 +110,8 @@ class LightningEvents(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, _: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        self._losses.append(None if loss is None else float(loss))
+        # Lightning has divided it by the batches of a whole step
+        self._losses.append(None if loss is None else float(loss) * trainer.accumulate_grad_batches)
         if trainer.global_step == self._step:  # more batches of this step follow
             self.run.end_batch()
             return
