@@ -195,8 +195,7 @@ def _readable(encoded: bytes) -> bool:
 def _resized(part: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
     """Resize with antialiasing."""
     # torch takes neither flipped nor read-only arrays; numpy calls a flipped row of one pixel contiguous
-    flipped = min(part.strides) < 0
-    part = part.copy() if flipped else np.require(part, requirements=["C", "W"])
+    part = part.copy() if min(part.strides) < 0 else np.require(part, requirements=["C", "W"])
     if part.shape[:2] == (height, width):
         return part
     import torch

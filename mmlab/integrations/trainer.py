@@ -85,7 +85,7 @@ class PlannedBatches:
 
     def get_train_dataloader(self) -> DataLoader:
         """The trainer's own loader, with planned batches."""
-        from accelerate.data_loader import prepare_data_loader
+        from mmlab.integrations.with_accelerate import prepare_loader
 
         trainer: Any = self
         loader = super().get_train_dataloader()  # type: ignore[misc]
@@ -93,11 +93,10 @@ class PlannedBatches:
             return loader
         if not hasattr(loader.dataset, "__len__"):
             raise OptionError("planning needs a train_dataset with a length, found a stream; load it whole")
-        self.planned = self._make_sampler(trainer.train_dataset)
+        self.planned = self._make_sampler(trainer.train_dataset, self.batch_scheduler)
         options = {name: getattr(loader, name) for name in _OPTIONS if hasattr(loader, name)}
         planned = DataLoader(loader.dataset, batch_sampler=self.planned, **options)
-        device = trainer.accelerator.device
-        return prepare_data_loader(planned, device, num_processes=1, process_index=0, put_on_device=True)
+        return prepare_loader(trainer.accelerator, planned)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Mean samples of an optimizer step over all processes, from which the trainer computes samples/s."""
@@ -106,7 +105,7 @@ class PlannedBatches:
         steps = math.ceil(len(self.planned) / args.gradient_accumulation_steps)
         return max(1, round(len(self.planned.sizes) / steps))
 
-    def _make_sampler(self, dataset: Any) -> PlannedSampler:
+    def _make_sampler(self, dataset: Any, scheduler: Scheduler) -> PlannedSampler:
         args, sizes = self.args, self._find_sizes(dataset)  # type: ignore[attr-defined]
         if isinstance(dataset, Conversations) and args.remove_unused_columns:
             raise OptionError("give the trainer remove_unused_columns=False: the collator needs all columns")
@@ -115,13 +114,12 @@ class PlannedBatches:
                 f"torchrun has started {started} processes, but transformers sees {args.world_size} and would train in "
                 "each of them alone; without a GPU, give TrainingArguments use_cpu=True"
             )
-        assert self.batch_scheduler is not None
         place = {"rank": args.process_index, "world_size": args.world_size}
         num_epochs = math.ceil(args.num_train_epochs)
         if args.max_steps > 0:  # no epoch gets shorter than the first one is now, so these epochs suffice
-            first = PlannedSampler(sizes, self.batch_scheduler, num_epochs=1, **place)
+            first = PlannedSampler(sizes, scheduler, num_epochs=1, **place)
             num_epochs = math.ceil(args.max_steps / math.ceil(len(first) / args.gradient_accumulation_steps))
-        sampler = PlannedSampler(sizes, self.batch_scheduler, num_epochs=num_epochs, **place)
+        sampler = PlannedSampler(sizes, scheduler, num_epochs=num_epochs, **place)
         if len(sampler.sizes) != len(dataset):
             raise DataError(f"sizes are of {len(sampler.sizes)} samples, train_dataset has {len(dataset)}")
         return sampler

@@ -84,8 +84,7 @@ def shorten_last_step(packs: Block, sample_work: Ints, world_size: int) -> Block
         by_part = np.argsort(part, kind="stable")
         ends = np.cumsum(np.bincount(part, minlength=num_parts))
         pieces.append(Block(packs.order[heaviest_first[by_part]], ends))
-    whole = packs.pick(np.setdiff1d(np.arange(len(packs.ends)), split))
-    return Block.join([whole, *pieces])
+    return Block.join([packs.pick(np.delete(np.arange(len(packs.ends)), split)), *pieces])
 
 
 def balance(
