@@ -91,7 +91,7 @@ class PlannedSampler(Sampler[list[int]]):
         self.num_epochs = num_epochs
         self.sizes = sizes_of(sizes)  # type: ignore[arg-type]
         self._most = max((len(self._plan(epoch)) for epoch in range(num_epochs or 0)), default=None)
-        self._start: int  # batches that the next iteration skips
+        self._chosen = self._start = 0  # epoch of the last `set_epoch`; batches that the next iteration skips
         self._begin(0)
 
     def __len__(self) -> int:
@@ -107,6 +107,7 @@ class PlannedSampler(Sampler[list[int]]):
         Raises:
             OptionError: an epoch beyond `num_epochs` needs more batches than those epochs have.
         """
+        self._chosen = epoch
         if epoch != self.epoch:
             self._begin(epoch)
 
@@ -183,13 +184,15 @@ class PlannedSampler(Sampler[list[int]]):
 class _Batches(Iterator[list[int]]):
     """Iterates over an epoch; a `Stateful` iterator in torchdata's sense."""
 
+    _next_start = 0  # batches that the iteration after this one skips
+
     def __init__(self, sampler: PlannedSampler, start: int) -> None:
-        self._sampler, self._epoch = sampler, sampler.epoch
+        self._sampler = sampler
         self._walk(start)
 
     def __next__(self) -> list[int]:
         # not when it was made: a DataLoader with workers makes two iterators and draws from one
-        self._sampler._start = 0
+        self._sampler._start = self._next_start
         batch = next(self._left)
         self._num += 1
         if self._sampler.epoch == self._epoch:
@@ -202,10 +205,13 @@ class _Batches(Iterator[list[int]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         sampler = self._sampler
         sampler.load_state_dict(state)
-        if sampler._start == len(sampler) and sampler.epoch + 1 < sampler.follow_until:
-            sampler.set_epoch(sampler.epoch + 1)
-        self._epoch, start, sampler._start = sampler.epoch, sampler._start, 0
-        self._walk(start)
+        if sampler._start == len(sampler):  # the epoch is over: a later one that was chosen begins
+            follows = sampler.epoch + 1 < sampler.follow_until
+            sampler.set_epoch(max(sampler._chosen, sampler.epoch + follows))
+            # a StatefulDataLoader iterates once more where its own state says that the epoch is over
+            self._next_start = sampler._start
+        self._walk(sampler._start)
 
     def _walk(self, start: int) -> None:
-        self._num, self._left = start, iter(self._sampler.plan.skip(start))
+        self._epoch, self._num = self._sampler.epoch, start
+        self._left = iter(self._sampler.plan.skip(start))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,6 +88,41 @@ def test_a_stateful_loader_goes_on_in_mid_epoch(num_workers: int) -> None:
     assert flat(seen) == EVERYTHING
     sampler.set_epoch(1)
     assert flat([batch["rows"].tolist() for batch in second]) == EVERYTHING
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")  # torchdata asks torch for it
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    "is_in_loop", [True, False]
+)  # when the state is taken, or after the loop over the epoch
+def test_a_stateful_loader_goes_on_after_an_epoch(is_in_loop: bool, num_workers: int) -> None:
+    def loader() -> tuple[PlannedSampler, StatefulDataLoader]:
+        sampler = PlannedSampler(sizes(), budget(), num_epochs=3)
+        return sampler, StatefulDataLoader(
+            Pairs(), batch_sampler=sampler, collate_fn=collate, num_workers=num_workers
+        )
+
+    def train(first: int, state: dict[str, Any]) -> list[list[list[int]]]:
+        sampler, resumed = loader()
+        resumed.load_state_dict(state)
+        seen = []
+        for epoch in range(first, 3):
+            sampler.set_epoch(epoch)
+            seen.append([batch["rows"].tolist() for batch in resumed])
+        return seen
+
+    sampler, whole = loader()
+    planned = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        planned.append(list(sampler))
+    sampler.set_epoch(0)
+    for number, _ in enumerate(whole, start=1):
+        if is_in_loop and number == len(sampler):
+            break
+    state = whole.state_dict()
+    assert train(1, state) == planned[1:]  # by a loop that counts the epoch as done
+    assert train(0, state) == [[], *planned[1:]]  # by one that goes on with it
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
