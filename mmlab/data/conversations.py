@@ -124,7 +124,6 @@ def read_conversations(
             reasons[number] = str(error)
     sizes = _measure(parsed, reasons, root, progress)
     ids = [_first(entry, ("id", "question_id")) for _, entry in entries]
-    splits = [_first(entry, SYNONYMS["split"].split()) for _, entry in entries]
     shown = ["" if name is None else str(name) for name in ids]
     bad_rows = tuple(
         BadRow(entries[row][0], shown[row] and f"id {shown[row]}", reasons[row]) for row in sorted(reasons)
@@ -136,7 +135,7 @@ def read_conversations(
         messages=[parsed[row][0] for row in good],
         images=[sizes[row][0] for row in good],
         image_sizes=[sizes[row][1] for row in good],
-        splits=[None if splits[row] is None else str(splits[row]) for row in good],
+        splits=[_first(entries[row][1], SYNONYMS["split"].split()) for row in good],
         bad_rows=bad_rows,
         source=name,
     )

@@ -37,26 +37,26 @@ def export_run(run: str | Path, to: str, target: str | Path, *, progress: bool =
         target: TensorBoard's folder, the Weights & Biases project, or MLflow's tracking address.
 
     Raises:
-        DataError: there are no events in the folder.
+        DataError: there are no events in the folder, or they cannot be read.
         OptionError: the tracker is unknown or not installed.
-        OSError: a file of events cannot be read.
     """
     check_name("tracker", to, TRACKERS)
     folder = Path(run)
-    paths = sorted(folder.glob(EVENT_FILES))
-    if not paths:
+    if not (paths := sorted(folder.glob(EVENT_FILES))):
         raise DataError(f"{folder}: no {EVENT_FILES} in it; give the folder of a run")
-    events = [event for path in paths for event in current_events(read_events(path)[0])]
+    try:
+        events = [event for path in paths for event in current_events(read_events(path)[0])]
+    except OSError as error:
+        raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror}") from error
     start = next((event.values for event in events if event.kind == "start"), {})
     name = "/".join([part for part in folder.resolve().parts[1:] if part != "runs"][-2:])
-    several_ranks = len(paths) > 1
     num_rows = sum(event.kind in _SHOWN for event in events)
     try:  # rows one by one: those of a million steps would take gigabytes
-        rows = progress_bar(_rows(events, several_ranks=several_ranks), "exporting", num_rows, show=progress)
+        rows = progress_bar(_rows(events), "exporting", num_rows, show=progress)
         TRACKERS[to](name, str(target), start, rows)
     except ModuleNotFoundError as error:
         raise OptionError(f"{to} is not installed ({error}); pip install {to}") from error
-    return sum(len(values) for values, *_ in _rows(events, several_ranks=several_ranks))
+    return sum(len(values) for values, *_ in _rows(events))
 
 
 def current_events(events: Sequence[RunEvent]) -> list[RunEvent]:
@@ -75,8 +75,8 @@ def current_events(events: Sequence[RunEvent]) -> list[RunEvent]:
     return kept
 
 
-def _rows(events: Sequence[RunEvent], *, several_ranks: bool) -> Iterator[Row]:
-    step = 0
+def _rows(events: Sequence[RunEvent]) -> Iterator[Row]:
+    step, several_ranks = 0, any(event.rank for event in events)
     for event in sorted(events, key=lambda event: event.time_s):
         step = event.step if event.step >= 0 else step  # device events carry no step: take the last one
         if event.kind in _SHOWN:
