@@ -155,9 +155,10 @@ def _libraries_of_main() -> list[str]:
     Modules beside the script are left to the workers: they may read the arguments of its command line.
     """
     main = sys.modules["__main__"]
-    values = vars(main).values() if hasattr(main, "__file__") else ()
+    # lists, as other threads may import meanwhile
+    values = list(vars(main).values()) if hasattr(main, "__file__") else []
     names: Any = [getattr(each, "__module__", None) or getattr(each, "__name__", None) for each in values]
-    files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
+    files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
     return [name for name in names if files.get(name, "").startswith(sys.prefix)]
 
 
