@@ -52,11 +52,11 @@ def export_run(run: str | Path, to: str, target: str | Path, *, progress: bool =
     name = "/".join([part for part in folder.resolve().parts[1:] if part != "runs"][-2:])
     num_rows = sum(event.kind in _SHOWN for event in events)
     try:  # rows one by one: those of a million steps would take gigabytes
-        rows = progress_bar(_rows(events), "exporting", num_rows, show=progress)
+        rows = progress_bar(_rows(events, len(paths) > 1), "exporting", num_rows, show=progress)
         TRACKERS[to](name, str(target), start, rows)
     except ModuleNotFoundError as error:
         raise OptionError(f"{to} is not installed ({error}); pip install {to}") from error
-    return sum(len(values) for values, *_ in _rows(events))
+    return sum(len(values) for values, *_ in _rows(events, len(paths) > 1))
 
 
 def current_events(events: Sequence[RunEvent]) -> list[RunEvent]:
@@ -75,8 +75,8 @@ def current_events(events: Sequence[RunEvent]) -> list[RunEvent]:
     return kept
 
 
-def _rows(events: Sequence[RunEvent]) -> Iterator[Row]:
-    step, several_ranks = 0, any(event.rank for event in events)
+def _rows(events: Sequence[RunEvent], several_ranks: bool) -> Iterator[Row]:
+    step = 0
     for event in sorted(events, key=lambda event: event.time_s):
         step = event.step if event.step >= 0 else step  # device events carry no step: take the last one
         if event.kind in _SHOWN:
