@@ -66,7 +66,7 @@ class Conversations(Grouped, Sequence[dict[str, Any]]):
     messages: list[list[Message]]
     images: list[tuple[_Image, ...]]  # of each row, in the order of their placeholders
     image_sizes: list[list[Size]]  # (height, width) in pixels, of each
-    splits: list[str | None]  # as the rows state them
+    splits: list[Any]  # as the rows state them; None where they do not
     bad_rows: tuple[BadRow, ...] = ()  # rows left out under errors="report"
     source: str = ""
 
