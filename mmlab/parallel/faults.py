@@ -156,24 +156,15 @@ class RankWatch:
     def _blame(self, what: str) -> tuple[tuple[int, ...], str]:
         """The ranks at fault (failed, else silent, else late) and a message; takes a few beats."""
         try:
-            first = self._signs()
-            deadline_s = time.monotonic() + 3 * self._beat_s + 1
-            while True:
-                signs = self._signs()
-                for rank, sign in signs.items():
-                    if sign.words and sign.failed_ranks:  # it ended because of another rank, which it names
-                        return tuple(sign.failed_ranks), sign.words.partition(": ")[2]
-                    if sign.words:
-                        place = _place(rank, sign)
-                        return (rank,), f"{place} and ended with an error of its own: {sign.words}"
-                silent = {rank: sign for rank, sign in signs.items() if sign.beat == first[rank].beat}
-                if not silent or time.monotonic() >= deadline_s:
-                    break
-                time.sleep(self._beat_s / 10)
-                self._beat()  # another rank may be looking for silent ranks, too
+            signs, silent = self._observe()
         except RuntimeError as lost:
             what = f"{what}, and the process that connects the ranks does not answer ({first_line(lost)})"
             return (), f"{what}; {_REMEDY}"
+        for rank, sign in signs.items():
+            if sign.words and sign.failed_ranks:  # it ended because of another rank, which it names
+                return tuple(sign.failed_ranks), sign.words.partition(": ")[2]
+            if sign.words:
+                return (rank,), f"{_place(rank, sign)} and ended with an error of its own: {sign.words}"
         if silent:
             names = [f"rank {rank} ({sign.process}, last seen {sign.doing})" for rank, sign in silent.items()]
             return tuple(silent), (
@@ -192,6 +183,17 @@ class RankWatch:
             )
         what = f"{what} although every rank is alive ({where})"
         return (), f"{what}: look at the network between them, and {_REMEDY}"
+
+    def _observe(self) -> tuple[dict[int, _Sign], dict[int, _Sign]]:
+        """The last signs of the other ranks, and of those that stay silent until one has failed or some beats are over."""
+        first = signs = silent = self._signs()
+        deadline_s = time.monotonic() + 3 * self._beat_s + 1
+        while silent and not any(sign.words for sign in signs.values()) and time.monotonic() < deadline_s:
+            time.sleep(self._beat_s / 10)
+            self._beat()  # another rank may be looking for silent ranks, too
+            signs = self._signs()
+            silent = {rank: sign for rank, sign in signs.items() if sign.beat == first[rank].beat}
+        return signs, silent
 
     def _signs(self) -> dict[int, _Sign]:
         """The last sign of every other rank."""
