@@ -54,7 +54,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 notebooks: $(READY)  ## execute every notebook, shrunk, and compare the outputs that are kept
-	MMLAB_SMOKE=1 $(BIN)/python -m pytest -p tests.kernels -n 3 --dist loadfile -W default --timeout 0 \
+	MMLAB_SMOKE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.kernels -n 3 --dist loadfile -W default --timeout 0 \
 		--nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks/*.ipynb
 
 docs: $(READY)  ## execute every notebook in full (ten minutes), keep the copies in docs/notebooks, and build the site
