@@ -188,7 +188,10 @@ def test_epochs_from_loaders_are_timed_beside_the_same_epochs_from_memory(gpu: M
     assert len(goals) == 3, "one for each loader"
 
 
-def test_loops_and_the_articles_setting_run_where_the_steps_are_computed(gpu: ModuleType, toy: Any) -> None:
+def test_loops_and_the_articles_setting_run_where_the_steps_are_computed(
+    gpu: ModuleType, toy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("_articles_setting.SIDE", 32)
     row, goals = gpu.loops(toy)
     assert {"by hand", "FusionTrainer"} <= {found["loop"] for found in row["loops"]}
     assert [goal["name"] for goal in goals] == ["overhead of FusionTrainer, short step, us"]

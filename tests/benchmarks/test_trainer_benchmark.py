@@ -16,6 +16,7 @@ from mmlab.data.collate import collate
 from mmlab.data.dataset import MultimodalDataset
 from mmlab.data.readers import read_records
 from mmlab.types import Aspect, Square
+from tests.prices import speck
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,8 +64,9 @@ def test_neighbours_in_the_chain_differ_in_one_thing(script):
 def test_settings_train_on_the_same_samples_within_one_memory_limit(script, dataset, tmp_path, monkeypatch):
     setting = script("_articles_setting")
     monkeypatch.setattr(setting, "SIDE", 32)
-    on = setting.Accelerator(batch_size=4, fit_s=1.0)
-    rows = setting.measure_articles(dataset.records[:16], tmp_path, num_rounds=1, on=on)
+    with speck() as model:
+        on = setting.Accelerator(batch_size=4, fit_s=1.0, model=model)
+        rows = setting.measure_articles(dataset.records[:16], tmp_path, num_rounds=1, on=on)
     arms = {row["arm"]: row for row in rows}
     assert list(arms) == list(setting.SETTINGS)
     assert {row["rounds"][0]["num_samples"] for row in rows} == {16}

@@ -23,9 +23,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = folder / "files/notebooks/05_live_dashboard.ipynb"
     content = nbformat.read(path, 4)
     starting = next(i for i, cell in enumerate(content.cells) if "lab.start()" in cell.source)
-    content.cells[starting].source = content.cells[starting].source.replace(
-        "epochs=smoke(1, 2)", "epochs=300"
-    )
+    source = content.cells[starting].source.replace('"fastest"', '"budget"')
+    content.cells[starting].source = source.replace("epochs=smoke(1, 2)", 'epochs=300, equal="batch_size"')
     waiting = "try:\n    lab.wait()\nexcept Exception as error:\n    print('ended:', error)"
     content.cells[starting + 1 :] = [nbformat.v4.new_code_cell(waiting)]
     nbformat.write(content, path)

@@ -26,7 +26,7 @@ def new_notebook(server: Server, page: Page) -> Iterator[Callable[[list[str]], N
 def test_the_panel_steers_while_cells_run_and_queue_and_a_run_of_its_button_ends_with_the_kernel(
     new_notebook: Callable[[list[str]], Notebook], scenes: Path
 ) -> None:
-    options = "epochs=500, image='aspect:48', batch_size=4, equal='batch_size', num_workers=0, out='run_all'"
+    options = "epochs=300, image='aspect:48', batch_size=4, equal='batch_size', num_workers=0, out='run_all'"
     cells = [
         "from mmlab import Lab",
         f"lab = Lab({str(scenes)!r}, schedulers=('random', 'budget'), {options})\nlab.panel()",

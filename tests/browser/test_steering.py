@@ -22,7 +22,7 @@ def data(notebook: Notebook, scenes: Path) -> Path:
 
 def make(notebook: Notebook, data: Path, name: str, **options: object) -> Panel:
     """The panel of a new lab; long enough that it does not end by itself."""
-    words = {"schedulers": ("random", "budget"), "epochs": 500, "image": "aspect:48", "batch_size": 4}
+    words = {"schedulers": ("random", "budget"), "epochs": 300, "image": "aspect:48", "batch_size": 4}
     words |= {"equal": "batch_size", "num_workers": 0, "out": name, **options}
     arguments = ", ".join(f"{key}={value!r}" for key, value in words.items())
     notebook.run(f"{name} = Lab({str(data)!r}, {arguments})")

@@ -17,7 +17,7 @@ from tests.browser.writing_runs import write_run
 CODE = """
 from mmlab.lab.lab import Lab
 from mmlab.lab.live_panel import LivePanel
-options = dict(epochs=500, image="aspect:48", batch_size=4, equal="batch_size", num_workers=0)
+options = dict(epochs=300, image="aspect:48", batch_size=4, equal="batch_size", num_workers=0)
 lab = Lab({data!r}, schedulers=("random", "budget"), out="lab", **options)
 display(LivePanel("budget"), lab.panel())
 """

@@ -144,7 +144,7 @@ def test_a_stopped_run_keeps_the_epochs_that_all_finished(scenes: Path, tmp_path
 
 
 def test_a_run_that_is_killed_has_failed_and_says_so_everywhere(scenes: Path, tmp_path: Path) -> None:
-    lab = Lab(scenes, schedulers=("random",), out=tmp_path, epochs=10_000, **SMALL).start()
+    lab = Lab(scenes, schedulers=("random",), out=tmp_path, epochs=1_000, **SMALL).start()
     until(lambda: (tmp_path / "comparison.json").exists(), lab)
     assert lab._run is not None
     os.kill(lab._run._identity["process_id"], signal.SIGKILL)
@@ -173,7 +173,7 @@ CELL = """
 import signal, sys
 from mmlab import Lab
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a notebook's kernel when a button is pressed
-lab = Lab({scenes!r}, schedulers=("random",), out={out!r}, epochs=10_000, image="aspect:32", equal="batch_size", num_workers=0,
+lab = Lab({scenes!r}, schedulers=("random",), out={out!r}, epochs=1_000, image="aspect:32", equal="batch_size", num_workers=0,
           detached={detached})
 lab.start()
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -464,7 +464,7 @@ def test_an_error_is_raised_by_wait_and_mended_by_the_next_start_whose_run_is_ke
     assert not lab.start().wait().interrupted
     assert (lab.state, lab.error) == ("done", None)
     assert panel.earlier.children == ()
-    panel.epochs.value = 10_000
+    panel.epochs.value = 1_000
     lab.start()
     _, box = panel.earlier.children
     assert (box.description, box.value) == ("previous-1: epochs=1", True)
@@ -489,7 +489,7 @@ def test_an_error_is_raised_by_wait_and_mended_by_the_next_start_whose_run_is_ke
     assert panel._followed == [tmp_path]
 
     again = Lab(scenes, epochs=2, **options)  # the cell is run again with other options
-    with pytest.raises(OptionError, match=r"a run with other options is active in .* \(epochs=10000\)"):
+    with pytest.raises(OptionError, match=r"a run with other options is active in .* \(epochs=1000\)"):
         again.start()
     assert again.state == "running"
     again.stop()
