@@ -62,7 +62,7 @@ class PlannedBatches:
 
     Raises:
         DataError: there are no sizes, or not as many as samples.
-        OptionError: the data set has no length.
+        OptionError: the data set has no length, or `auto_find_batch_size` is set.
     """
 
     def __init__(
@@ -93,6 +93,8 @@ class PlannedBatches:
             return loader
         if not hasattr(loader.dataset, "__len__"):
             raise OptionError("planning needs a train_dataset with a length, found a stream; load it whole")
+        if trainer.args.auto_find_batch_size:
+            raise OptionError("auto_find_batch_size cannot shrink planned batches; lower their budget")
         self.planned = self._make_sampler(trainer.train_dataset, self.batch_scheduler)
         options = {name: getattr(loader, name) for name in _OPTIONS if hasattr(loader, name)}
         planned = DataLoader(loader.dataset, batch_sampler=self.planned, **options)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from functools import cache
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -168,16 +169,13 @@ def _place() -> str:
     Reads code objects only: reading a frame's locals would keep them alive.
     """
     innermost, module = "", ""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
+    for frame, line in walk_stack(sys._getframe(2)):
         code = frame.f_code
         if code is MODULE_CALL:
             return innermost + (f" in {module}" if module not in innermost else "")
         if not code.co_filename.startswith(_TORCH) and code.co_name != "__torch_dispatch__":
-            if not innermost:
-                innermost = f"{code.co_qualname} ({code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno})"
+            innermost = innermost or f"{code.co_qualname} ({code.co_filename.rsplit('/', 1)[-1]}:{line})"
             module = code.co_qualname
-        frame = frame.f_back
     return ""
 
 

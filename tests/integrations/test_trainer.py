@@ -67,6 +67,11 @@ def test_every_epoch_has_the_steps_that_the_trainer_counts_and_every_sample(tmp_
     assert trainer.get_total_train_batch_size(trainer.args) == round(mean)
 
 
+def test_batches_that_the_trainer_would_make_smaller_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="auto_find_batch_size cannot shrink planned batches"):
+        make(tmp_path, auto_find_batch_size=True).train()
+
+
 def test_a_resume_in_mid_epoch_sees_every_sample_once_and_ends_with_the_same_weights(tmp_path: Path) -> None:
     whole = make(tmp_path / "whole", num_train_epochs=2)
     whole.train()
