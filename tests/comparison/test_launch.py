@@ -182,9 +182,16 @@ def interrupted(
 def test_an_interrupt_ends_all_ranks_after_a_step_with_a_checkpoint(
     caller: subprocess.Popen[str], scenes: Path, tmp_path: Path
 ) -> None:
-    """Of the caller alone; in the next cell of its group, as Jupyter does; at last the caller is killed."""
+    """Of the caller alone: while it starts them, which leaves none, and in a step. In the next cell of its group, as Jupyter
+    does; at last the caller is killed."""
     path = tmp_path / "pair.toml"
     path.write_text(CONFIG.format(scenes=scenes, cache=tmp_path / "cache"))
+
+    def one_is_there(ranks: list[psutil.Process]) -> bool:
+        time.sleep(0.005)
+        return any("forkserver" in command_line(process) for process in ranks)  # forked from it
+
+    interrupted(caller, [path, tmp_path / "begun"], one_is_there)
     for cell, (send, number, loading, num_processes) in enumerate(
         [
             (os.kill, signal.SIGINT, [], 2),
@@ -208,15 +215,3 @@ def test_an_interrupt_ends_all_ranks_after_a_step_with_a_checkpoint(
             assert (step.kind, end.kind, end.values["status"]) == ("step", "end", "stopped")
             assert step.step == end.step == saved["progress"]["step"]
             assert ended_s - end.time_s < 25, "the launcher killed the ranks, 30 s after it told them to end"
-
-
-def test_an_interrupt_while_ranks_are_started_leaves_none(
-    caller: subprocess.Popen[str], scenes: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "pair.toml"
-    path.write_text(CONFIG.format(scenes=scenes, cache=tmp_path / "cache"))
-
-    def one_is_there(ranks: list[psutil.Process]) -> bool:
-        return any("forkserver" in command_line(process) for process in ranks)  # forked from it
-
-    interrupted(caller, [path, tmp_path / "runs"], one_is_there)
