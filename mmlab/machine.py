@@ -267,11 +267,15 @@ def memory_limit(device: torch.device | str, *, memory_gb: float | None = None) 
 
 
 @contextmanager
-def signals_held(*numbers: int) -> Iterator[list[int]]:
+def signals_held(*numbers: int, handler: Any = None) -> Iterator[list[int]]:
     """Hold back the first of these signals until the block is done; a second one is delivered at once.
 
     Python handles signals in the main thread only: in any other thread, and for ignored signals, nothing is
     held.
+
+    Args:
+        handler: instead of holding them back; `signal.SIG_DFL` ends the process at once, also while it waits in code
+            that lets no handler of Python's run.
 
     Returns:
         A list, empty until a signal has come: check it to end the block early.
@@ -283,10 +287,11 @@ def signals_held(*numbers: int) -> Iterator[list[int]]:
             received.append(number)
             put_back.close()
 
+        chosen = note if handler is None else handler
         if threading.current_thread() is threading.main_thread():
             for number in numbers:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    put_back.callback(signal.signal, number, signal.signal(number, note))
+                    put_back.callback(signal.signal, number, signal.signal(number, chosen))
         yield received
     if received:
         signal.raise_signal(received[0])

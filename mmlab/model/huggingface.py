@@ -79,8 +79,7 @@ class LossModel(NormalisesPixels):
         self.training = without_peft(module).training
         config = getattr(module, "config", None)
         tokens = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
-        has_pixels = "pixel_values" in forward_parameters(module)
-        if has_pixels and any(token is not None for token in tokens):
+        if "pixel_values" in forward_parameters(module) and any(token is not None for token in tokens):
             raise OptionError(
                 f"{type(module).__name__} reads an image as tokens in the text, which these batches do not have; give its "
                 "processor and conversations: --processor, or a ConversationModel and a ConversationDataset "

@@ -77,10 +77,8 @@ class RankWatch:
         self._beat_s = min(_BEAT_S, timeout_s / 5)
         self._here = (0, STARTS, time.monotonic())  # step, doing, since when: replaced as a whole
         self._own = _Sign(process=f"process {os.getpid()} on {platform.node()}")
-        self._num_exchanges = 0
-        self._is_explaining = False
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._num_exchanges, self._is_explaining = 0, False
+        self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="mmlab-rank-watch", daemon=True)
 
     def __enter__(self) -> RankWatch:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 import uuid
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ import torch
 from torch import distributed
 
 from mmlab.errors import RunError
-from mmlab.machine import describe_process, place_in_launch, replace_file, resolve_device
+from mmlab.machine import describe_process, place_in_launch, replace_file, resolve_device, signals_held
 from mmlab.parallel.faults import TIMEOUT_S
 from mmlab.parallel.process_group import ProcessGroup
 from mmlab.parallel.torch_internals import default_store
@@ -79,8 +80,10 @@ def join(backend: str, *, timeout_s: float) -> None:
         wait_for_workers=False,
         multi_tenant=True,
     )
-    fresh = distributed.PrefixStore(meet(store, rank, world_size, timeout_s=timeout_s), store)
-    distributed.init_process_group(backend, store=fresh, rank=rank, world_size=world_size, timeout=timeout)
+    own = distributed.PrefixStore(meet(store, rank, world_size, timeout_s=timeout_s), store)
+    # it would go on waiting for a rank that the same interrupt has ended; nothing is lost yet
+    with signals_held(signal.SIGINT, signal.SIGTERM, handler=signal.SIG_DFL):
+        distributed.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def meet(store: distributed.Store, rank: int, world_size: int, *, timeout_s: float) -> str:

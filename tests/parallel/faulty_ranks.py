@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 
+from torch import distributed
+
 from mmlab.cli.main import main
 from mmlab.model.fusion_model import FusionModel, FusionOutput
 from mmlab.parallel.branch import BranchStrategy
+from mmlab.parallel.launches import join
 from mmlab.pricing.virtual_device import VirtualDevice
 from mmlab.types import Batch
 
@@ -53,6 +57,18 @@ def train_until_it_fails(config: Path, runs: Path, way: str) -> None:
         arguments += ["--set", "parallel.strategy=fsdp"]
     with device if way == "memory" and rank else nullcontext():
         os._exit(main(arguments))
+
+
+def wait_for_one_that_never_joins(away: Path) -> None:
+    """Rank 1 meets rank 0 and then stays away from the group, for which rank 0 waits in torch's code."""
+
+    def stay_away(*_: object, **__: object) -> None:
+        away.touch()
+        time.sleep(600)
+
+    if os.environ["RANK"] == "1":
+        distributed.init_process_group = stay_away  # type: ignore[assignment]
+    join("gloo", timeout_s=600)
 
 
 def stop_here(strategy: BranchStrategy) -> None:

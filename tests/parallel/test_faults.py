@@ -26,7 +26,7 @@ from mmlab.runs.trackers import current_events
 from mmlab.runs.watch import summary, text_of
 from mmlab.schedule.schedulers import make_scheduler
 from tests.configs import TINY_MODEL
-from tests.parallel.faulty_ranks import HANGING, WAYS, train_until_it_fails
+from tests.parallel.faulty_ranks import HANGING, WAYS, train_until_it_fails, wait_for_one_that_never_joins
 from tests.processes import free_port
 from tests.ranks import started_ranks
 
@@ -183,6 +183,19 @@ def assert_samples_as_planned(config: Path, run: Path) -> None:
             num_samples += sum(values["num_samples"] for values in done)
     assert num_samples == 3 * len(train_set)
     assert summary(run)["runs"]["small"]["ranks"]["1"]["rank_wait_ratio"] is not None
+
+
+def test_an_interrupt_ends_a_rank_that_waits_in_torchs_code_for_another(tmp_path: Path) -> None:
+    away = tmp_path / "away"
+    with started_ranks(wait_for_one_that_never_joins, 2, away, joins=False) as ranks:
+        first, second = ranks.processes
+        while not away.exists():
+            assert second.is_alive()
+            time.sleep(0.01)
+        time.sleep(0.5)  # they have met, so rank 0 begins to wait at about the same time
+        os.kill(first.pid, signal.SIGINT)
+        first.join(20)
+        assert first.exitcode is not None
 
 
 def test_ranks_meet_whatever_an_earlier_start_left_in_the_store() -> None:
