@@ -81,7 +81,7 @@ def join(backend: str, *, timeout_s: float) -> None:
         multi_tenant=True,
     )
     own = distributed.PrefixStore(meet(store, rank, world_size, timeout_s=timeout_s), store)
-    # it would go on waiting for a rank that the same interrupt has ended; nothing is lost yet
+    # an interrupt ends this rank at once: torch's code would go on waiting for one that the same interrupt has ended
     with signals_held(signal.SIGINT, signal.SIGTERM, handler=signal.SIG_DFL):
         distributed.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
 
