@@ -274,8 +274,8 @@ def signals_held(*numbers: int, handler: Any = None) -> Iterator[list[int]]:
     held.
 
     Args:
-        handler: instead of holding them back; `signal.SIG_DFL` ends the process at once, also while it waits in code
-            that lets no handler of Python's run.
+        handler: what the signals do instead, until the block is done. `signal.SIG_DFL` ends the process at once, also
+            where it waits in code that lets no handler of Python's run.
 
     Returns:
         A list, empty until a signal has come: check it to end the block early.

@@ -70,14 +70,14 @@ class RankWatch:
     current: ClassVar[RankWatch | None] = None
 
     def __init__(self, write: Callable[..., object], *, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+        self._write, self.timeout_s = write, timeout_s
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
-        self._write = write
         self._store = distributed.PrefixStore("mmlab/ranks", default_store())  # a key for each rank
         self._beat_s = min(_BEAT_S, timeout_s / 5)
         self._here = (0, STARTS, time.monotonic())  # step, doing, since when: replaced as a whole
         self._own = _Sign(process=f"process {os.getpid()} on {platform.node()}")
-        self._num_exchanges, self._is_explaining = 0, False
+        self._num_exchanges = 0
+        self._is_explaining = False
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="mmlab-rank-watch", daemon=True)
 

@@ -56,11 +56,10 @@ class Tour:
         for name, (_, *needed) in BY_HAND.items():
             path = server.files / f"tour/notebooks/{name}.ipynb"
             content = json.loads(path.read_text())
-            cells = [(cell, "".join(cell["source"])) for cell in content["cells"]]
             content["cells"] = [
                 cell
-                for cell, source in cells
-                if cell["cell_type"] != "code" or any(words in source for words in needed)
+                for cell in content["cells"]
+                if cell["cell_type"] != "code" or any(words in "".join(cell["source"]) for words in needed)
             ]
             path.write_text(json.dumps(content))
         self.server, self.page = server, page

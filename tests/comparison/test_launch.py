@@ -179,7 +179,7 @@ def interrupted(
     return ranks
 
 
-def test_an_interrupt_ends_all_ranks_after_a_step_with_a_checkpoint(
+def test_an_interrupt_ends_all_ranks_while_they_start_and_after_a_step_with_a_checkpoint(
     caller: subprocess.Popen[str], scenes: Path, tmp_path: Path
 ) -> None:
     """Of the caller alone: while it starts them, which leaves none, and in a step. In the next cell of its group, as Jupyter
